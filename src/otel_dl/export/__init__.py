@@ -1,0 +1,1 @@
+"""Where spans leave the process: the sink, and the file of traces."""
