@@ -1,0 +1,1 @@
+"""Where torch is patched: one module a target, each with `install(run, patches)`; `_patching` puts everything back."""

@@ -1,0 +1,63 @@
+"""Who this process is within its job: run id, rank, attempt, and the resource that names it on each of its spans."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from opentelemetry.sdk.resources import Resource
+
+_LABELS = ("OTEL_DL_RUN_LABEL", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
+
+
+def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        try:
+            return int(environ[name])
+        except (KeyError, ValueError):
+            continue
+    return default
+
+
+class Identity(NamedTuple):
+    """One process of a run. `run` is the whole `dl.run.id`: a label where the scheduler gives one, and a nonce."""
+
+    run: str
+    attempt: int
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Identity:
+        """From the variables that torchrun and SLURM set; 0, 0, 1 outside them. The nonce is 16 bytes of os.urandom.
+
+        Schedulers' ids alone collide in sweeps, requeues and pod restarts. Each call is a run of its own.
+        """
+        environ = os.environ if environ is None else environ
+        label = next((environ[name] for name in _LABELS if environ.get(name, "none") not in ("none", "")), "")
+        nonce = os.urandom(16).hex()
+        return cls(
+            run=f"{label}-{nonce}" if label else nonce,
+            attempt=_integer(environ, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"), 0),
+            rank=_integer(environ, ("RANK", "SLURM_PROCID"), 0),
+            local_rank=_integer(environ, ("LOCAL_RANK", "SLURM_LOCALID"), 0),
+            world_size=_integer(environ, ("WORLD_SIZE", "SLURM_NTASKS"), 1),
+        )
+
+    def resource(self, base: Resource, worker: int | None = None, pid: int | None = None) -> Resource:
+        """`base` (service name, OTEL_RESOURCE_ATTRIBUTES) with what names this process, or its worker."""
+        attributes: dict[str, str | int] = {
+            "service.instance.id": f"{self.run}/{self.rank}" + ("" if worker is None else f"/{worker}"),
+            "process.pid": os.getpid() if pid is None else pid,
+            "host.name": socket.gethostname(),
+            "dl.run.id": self.run,
+            "dl.rank": self.rank,
+            "dl.local_rank": self.local_rank,
+            "dl.world_size": self.world_size,
+        }
+        if worker is not None:
+            attributes["dl.worker.id"] = worker
+        return base.merge(Resource(attributes))

@@ -1,0 +1,128 @@
+"""Which steps are exported: the head decision when a step begins, the reason when it ends."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from typing import Final, Protocol
+
+from otel_dl.recording.records import Step
+from otel_dl.semconv import KeepReason
+
+CREDIT: Final = 1_000
+"""The first steps of a run, all of which are kept where no sampler is set."""
+EVERY: Final = 64
+"""After them one step in so many; a power of two, so that the choices of ranks are nested."""
+
+SLOW_FACTOR: Final = 3
+SLOW_HISTORY: Final = 1_000
+SLOW_FROM: Final = 100
+
+CAP_PER_MINUTE: Final = 6
+CAP_PER_RUN: Final = 1_000
+_MINUTE_NS: Final = 60_000_000_000
+
+
+class Head(Protocol):
+    """The decision that is made when a trace begins."""
+
+    adaptive: bool
+    """Whether it is otel-dl's own, made without a sampler."""
+    off: bool
+    """Whether nothing at all is exported, whatever the reason."""
+
+    def step(self, number: int) -> bool: ...
+
+    def other(self, trace_id: int, name: str) -> bool:
+        """The decision for a trace of another kind (evaluation, a batch), by its id."""
+        ...
+
+
+class AdaptiveHead:
+    """Short runs whole, then a fixed share: what counts where no sampler is set."""
+
+    adaptive = True
+    off = False
+
+    def step(self, number: int) -> bool:
+        return number < CREDIT or number % EVERY == 0
+
+    def other(self, trace_id: int, name: str) -> bool:
+        return True
+
+
+class NeverHead:
+    """A ratio of 0 (a TRACEPARENT that is not sampled), or nothing at all (`always_off`)."""
+
+    adaptive = False
+
+    def __init__(self, off: bool = False) -> None:
+        self.off = off
+
+    def step(self, number: int) -> bool:
+        return False
+
+    def other(self, trace_id: int, name: str) -> bool:
+        return False
+
+
+class SlowSteps:
+    """Tells a slow step: over 3 times the 99th percentile of the last 1,000 steps, from 100 on."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, duration: int) -> bool:
+        """Whether `duration` (ns) is slow against the steps before; it belongs to the history from now on."""
+        ordered = self._sorted
+        count = len(ordered)
+        slow = count >= SLOW_FROM and duration > SLOW_FACTOR * ordered[count * 99 // 100]
+        if count == SLOW_HISTORY:
+            del ordered[bisect_left(ordered, self._recent.popleft())]
+        self._recent.append(duration)
+        insort(ordered, duration)
+        return slow
+
+
+class Keep:
+    """Decides at the end of a step, and counts what it decided."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.kept: Counter[str] = Counter()
+        self.capped: Counter[str] = Counter()
+        self._slow = SlowSteps()
+        self._recent: dict[str, deque[int]] = {
+            reason: deque(maxlen=CAP_PER_MINUTE) for reason in (KeepReason.SLOW, KeepReason.WARMUP)
+        }
+
+    def decide(self, step: Step) -> str:
+        """The reason for which `step` is exported, empty where it is not: the first that holds."""
+        slow = self._slow.add(step.end - step.start)
+        if self.head.off:
+            return ""
+        reason = ""
+        if step.error is not None:
+            reason = KeepReason.ERROR
+        elif step.requested:
+            reason = KeepReason.REQUESTED
+        elif slow and self._room(KeepReason.SLOW, step.end):
+            reason = KeepReason.SLOW
+        elif step.number == 0 and self._room(KeepReason.WARMUP, step.end):
+            reason = KeepReason.WARMUP
+        elif step.head:
+            reason = KeepReason.HEAD
+        if reason:
+            self.kept[reason] += 1
+        return reason
+
+    def _room(self, reason: str, now: int) -> bool:
+        recent = self._recent[reason]
+        if self.kept[reason] >= CAP_PER_RUN or (
+            len(recent) == CAP_PER_MINUTE and now - recent[0] < _MINUTE_NS
+        ):
+            self.capped[reason] += 1
+            return False
+        recent.append(now)
+        return True

@@ -1,0 +1,438 @@
+"""What one thread records: its open phases, and the step that it bounds.
+
+A step begins at the `dataloader.next` that takes its first batch and ends at the first later `next`, outside any
+phase, after an optimizer stepped or a phase raised. Without a loader it begins at the first zero_grad or training
+forward once every optimizer of the former step has stepped. Only the thread that steps the optimizers bounds steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+from otel_dl.recording import context
+from otel_dl.recording.records import Batch, Evaluation, Kind, Segment, Step, clock
+
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+
+# Plain integers: an IntFlag's own operators cost a microsecond each.
+NEXT: Final = int(Kind.NEXT)
+FETCH: Final = int(Kind.FETCH)
+FORWARD: Final = int(Kind.FORWARD)
+BACKWARD: Final = int(Kind.BACKWARD)
+OPTIMIZER: Final = int(Kind.OPTIMIZER)
+ZERO_GRAD: Final = int(Kind.ZERO_GRAD)
+SCHEDULER: Final = int(Kind.SCHEDULER)
+
+NOTHING: Final = int(Segment.NOTHING)
+EVAL: Final = int(Segment.EVAL)
+TRAIN: Final = int(Segment.TRAIN)
+
+_NO_OPTIMIZERS: Final[frozenset[int]] = frozenset()
+
+
+def error_name(error: BaseException) -> str:
+    """The exception's qualified name, as `error.type` wants it."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Lane:
+    """One thread's recorder. `begin_*` returns 0 where the event is not recorded: then `end` must not be called."""
+
+    __slots__ = ("_evaluation", "_explicit", "_main", "_sequence", "_stack", "_thread", "former", "kinds", "run", "step")
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.step: Step | None = None
+        self.kinds = 0
+        """The open phases of this thread, one bit a `Kind`."""
+        self.former = _NO_OPTIMIZERS
+        self._stack: list[tuple[int, int, int]] = []
+        """(sequence, parent, start) of each open phase."""
+        self._sequence = 0
+        self._evaluation: Evaluation | None = None
+        self._explicit = False
+        """Whether `otel_dl.step()` was used in this thread: from then on it alone bounds steps."""
+        self._thread = threading.current_thread()
+        self._main = self._thread is threading.main_thread()
+
+    # Phases.
+
+    def begin(self, kind: int) -> int:
+        """A phase that trains (forward in training mode, backward, zero_grad) or a scheduler's step begins."""
+        kinds = self.kinds
+        if kinds & kind:
+            return 0
+        if not kinds and not self._outermost(kind):
+            return 0
+        self.kinds = kinds | kind
+        return self._push(clock())
+
+    def begin_forward(self, trains: bool | None) -> int:
+        """A root forward begins; `trains` is None for one that says nothing (a loss module without parameters)."""
+        if self.kinds & FORWARD:
+            return 0
+        if not self.kinds and not (self._outermost(FORWARD) if trains else self._without_training(trains)):
+            return 0
+        self.kinds |= FORWARD
+        return self._push(clock())
+
+    def begin_optimizer(self, optimizer: int) -> int:
+        """The outermost `step()` of the optimizer with this id begins."""
+        if self.kinds & OPTIMIZER:
+            return 0
+        if not self.kinds and not self._outermost(OPTIMIZER):
+            return 0
+        self.stepping(optimizer)
+        self.kinds |= OPTIMIZER
+        return self._push(clock())
+
+    def _push(self, start: int) -> int:
+        stack = self._stack
+        self._sequence = sequence = self._sequence + 1
+        stack.append((sequence, stack[-1][0] if stack else 0, start))
+        return sequence
+
+    def end(self, kind: int | str, error: BaseException | None = None, batch: Batch | None = None) -> None:
+        """The innermost open phase ends, which is of this kind."""
+        end = clock()
+        sequence, parent, start = self._stack.pop()
+        if type(kind) is int:
+            self.kinds &= ~kind
+        name = None
+        if error is not None:
+            # Checkpointing stops its recomputation early by raising (torch/utils/checkpoint.py): no failure.
+            name = error_name(error) if type(error).__name__ != "_StopRecomputationError" else None
+        step = self.step
+        if step is None:
+            self._end_outside((sequence, parent, kind, start, end, name, batch))
+            return
+        if name is not None and not self.kinds and step.error is None:
+            step.error = name
+        if len(step.records) < self.run.settings.step_records:
+            step.records.append((sequence, parent, kind, start, end, name, batch))
+        else:
+            step.dropped += 1
+
+    def abandon(self, kind: int) -> None:
+        """The innermost open phase, of this kind, comes to nothing: no record."""
+        self._stack.pop()
+        self.kinds &= ~kind
+
+    def end_optimizer(self, optimizer: int, error: BaseException | None = None) -> None:
+        self.end(OPTIMIZER, error)
+        if error is None:
+            self.stepped(optimizer)
+
+    # Where optimizers bound steps.
+
+    def stepping(self, optimizer: int) -> None:
+        """An optimizer (or the GradScaler on its behalf) is about to step."""
+        if self.run.stepper is not self:
+            if self._another_trains():
+                return
+            self._become_stepper()
+        step = self.step
+        if step is None or step.batch or step.explicit:
+            return
+        if optimizer in step.optimizers:
+            # It steps again: another step has begun, at the first event after the latest optimizer.
+            index, start = step.boundary or (len(step.records), clock())
+            self._split(step, index, start)
+
+    def stepped(self, optimizer: int) -> None:
+        step = self.step
+        if step is not None and self.run.stepper is self:
+            step.stepped = True
+            step.optimizers.add(optimizer)
+            if not self.kinds:
+                step.boundary = None
+
+    def _another_trains(self) -> bool:
+        """Whether the optimizers step in another thread that is alive."""
+        run = self.run
+        stepper = run.stepper
+        if stepper is None or stepper is self:
+            return False
+        if stepper._thread.is_alive():
+            return True
+        stepper.finish()
+        run.stepper = None
+        return False
+
+    def _become_stepper(self) -> None:
+        run = self.run
+        run.stepper = self
+        step = self.step
+        if step is not None and not self._main:
+            # Until now the main thread would have bounded steps. What it has open was none of training.
+            fresh = run.open(step.start, step.batch, self.former)
+            fresh.records[:0] = step.records
+            fresh.dropped, fresh.error = step.dropped, step.error
+            fresh.segment, fresh.following, fresh.sources = step.segment, step.following, step.sources
+            fresh.boundary = step.boundary
+            self.step = fresh
+
+    def _split(self, step: Step, index: int, start: int) -> None:
+        tail = step.records[index:]
+        del step.records[index:]
+        self.former = frozenset(step.optimizers)
+        self.step = fresh = self.run.reopen(step, start, self.former)
+        fresh.records.extend(tail)
+        fresh.boundary = (0, start)
+        fresh.following = TRAIN
+
+    @property
+    def bounds(self) -> bool:
+        """Whether this thread bounds steps."""
+        stepper = self.run.stepper
+        return stepper is self or (stepper is None and self._main)
+
+    def _outermost(self, kind: int) -> bool:
+        """A phase of training begins outside any other: whether it is recorded, and the step it belongs to."""
+        run = self.run
+        if not run.active or context.suppressed():
+            return False
+        step = self.step
+        if step is None:
+            if kind == SCHEDULER:
+                return False
+            if self._another_trains() or self._explicit:
+                # What runs here can't be told to belong to a step of that thread.
+                return False
+            self.step = step = self._open(clock(), batch=False)
+        elif not step.batch and not step.explicit and kind != SCHEDULER:
+            if step.error is not None or (step.stepped and self.former and step.optimizers >= self.former):
+                if kind in (ZERO_GRAD, FORWARD, BACKWARD) or step.error is not None:
+                    self._split(step, len(step.records), clock())
+                    return True
+            elif step.boundary is None:
+                step.boundary = (len(step.records), clock())
+        if kind != SCHEDULER:
+            if step.following != TRAIN:
+                step.following = TRAIN
+                if self._evaluation is not None:
+                    self._close_evaluation()
+            if step.sources:
+                step.sources = []
+        return True
+
+    def _without_training(self, trains: bool | None) -> bool:
+        """A forward in eval mode, without gradients, or one that says nothing, begins outside any phase."""
+        run = self.run
+        if not run.active or context.suppressed() or not self.bounds:
+            return False
+        step = self.step
+        if step is None:
+            return trains is False and not self._explicit
+        if trains is False and step.following == NOTHING and step.batch:
+            step.following = EVAL
+        elif trains is False and not step.batch and not step.explicit and step.done:
+            self._close_step(step, max((record[4] for record in step.records), default=step.start))
+        return True
+
+    # Batches.
+
+    def begin_next(self, loader: int, iterator: int) -> int:
+        """`next()` of a loader is called; `loader` and `iterator` tell objects apart (their ids)."""
+        if self.kinds & NEXT:
+            return 0
+        run = self.run
+        if not self.kinds:
+            if not run.active or context.suppressed():
+                return 0
+            start = clock()
+            self._boundary(start, loader, iterator)
+        else:
+            start = clock()
+        self.kinds |= NEXT
+        return self._push(start)
+
+    def _boundary(self, start: int, loader: int, iterator: int) -> None:
+        """Ends the step where it is done, moves evaluation out, and begins one where none is open."""
+        step = self.step
+        if self._another_trains():
+            if step is not None:
+                # Read before that thread's first optimizer step told who trains.
+                self.run.pending.extend(record for record in step.records if record[2] == NEXT)
+                self.step = None
+            return
+        if step is not None:
+            if step.following == EVAL:
+                self._move_evaluation(step)
+            if step.explicit:
+                return
+            if self._explicit and step.following == TRAIN:
+                self._cancel(step)
+                step = None
+            elif step.done:
+                self._close_step(step, start)
+                step = None
+            elif not step.records:
+                step.start = start
+        if step is None:
+            self.step = step = self._open(start, batch=True)
+        step.batch = True
+        if step.following != NOTHING:
+            step.segment, step.following = len(step.records), NOTHING
+        elif step.sources and any(known == loader and source != iterator for known, source in step.sources):
+            # A batch of an earlier iterator that nothing followed: it was left behind, not prefetched.
+            del step.records[step.segment :]
+            step.sources = []
+            if not step.records:
+                step.start = start
+
+    def end_next(self, batch: Batch | None, loader: int, iterator: int) -> None:
+        """`next()` returned a batch."""
+        step = self.step
+        if step is None:
+            self._end_elsewhere(batch)
+            return
+        self.end(NEXT, None, batch)
+        if not self.kinds:
+            step.sources.append((loader, iterator))
+
+    def _end_elsewhere(self, batch: Batch | None) -> None:
+        """A batch that this thread reads for the one that trains."""
+        sequence, _, start = self._stack.pop()
+        self.kinds &= ~NEXT
+        run = self.run
+        record = (sequence, 0, NEXT, start, clock(), None, batch)
+        stepper = run.stepper
+        step = stepper.step if stepper is not None else None
+        if step is None:
+            run.pending.append(record)
+        elif len(step.records) < run.settings.step_records:
+            step.records.append(record)
+        else:
+            step.dropped += 1
+
+    def stop_next(self) -> None:
+        """`next()` raised StopIteration: it ends a step, begins none and uses up no number."""
+        _, _, start = self._stack.pop()
+        self.kinds &= ~NEXT
+        step = self.step
+        if step is None or self.kinds or step.explicit:
+            return
+        if not step.records:
+            self._cancel(step)
+        elif not step.sources and self._evaluation is None:
+            # Neither does a batch of another loader wait for its step, nor was it evaluation's loader, in the middle
+            # of a step that accumulates.
+            self._close_step(step, start)
+
+    # Evaluation.
+
+    def _move_evaluation(self, step: Step) -> None:
+        evaluation = self._evaluation
+        if evaluation is None:
+            self._evaluation = evaluation = self.run.evaluation()
+        room = self.run.settings.step_records - len(evaluation.records)
+        moved = step.records[step.segment :]
+        del step.records[step.segment :]
+        evaluation.records.extend(moved[:room])
+        evaluation.dropped += max(0, len(moved) - room)
+        step.sources = []
+        step.following = NOTHING
+
+    def _close_evaluation(self) -> None:
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is not None:
+            self.run.close_evaluation(evaluation)
+
+    def _end_outside(self, record: tuple[int, int, int | str, int, int, str | None, Batch | None]) -> None:
+        """A phase that ends while no step is open: evaluation's, or nobody's."""
+        if record[2] not in (FORWARD, NEXT) or not self.bounds:
+            return
+        evaluation = self._evaluation
+        if evaluation is None:
+            self._evaluation = evaluation = self.run.evaluation()
+        if record[5] is not None and evaluation.error is None:
+            evaluation.error = record[5]
+        if len(evaluation.records) < self.run.settings.step_records:
+            evaluation.records.append(record)
+        else:
+            evaluation.dropped += 1
+
+    # Steps.
+
+    def _open(self, start: int, batch: bool) -> Step:
+        if self.bounds:
+            return self.run.open(start, batch, self.former)
+        return Step(0, start, batch, self.former, head=False)
+
+    def _cancel(self, step: Step) -> None:
+        self.step = None
+        if self.bounds:
+            self.run.cancel(step)
+
+    def _close_step(self, step: Step, end: int) -> None:
+        self.former = frozenset(step.optimizers)
+        self.step = None
+        if self.bounds:
+            self.run.close(step, end)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The run ends: what is open is closed where its last event ended, with the exception that ends the process."""
+        step = self.step
+        if step is not None and self.bounds:
+            if step.following == EVAL and not step.done:
+                self._move_evaluation(step)
+            if error is not None and step.error is None:
+                step.error = error_name(error)
+            trained = step.following == TRAIN or step.done or step.segment > 0
+            if step.explicit or (trained and not self._explicit):
+                self._close_step(step, max((record[4] for record in step.records), default=clock()))
+            else:
+                self._cancel(step)
+        self._close_evaluation()
+
+    def enter_step(self, global_step: int | None) -> Step | None:
+        """`otel_dl.step()` begins: it takes over a step that has only batches so far."""
+        if not self.run.active or context.suppressed():
+            return None
+        start = clock()
+        step = self.step
+        if step is not None:
+            if step.following == EVAL:
+                self._move_evaluation(step)
+            if step.following == TRAIN or step.done or step.explicit:
+                self._close_step(step, start)
+                step = None
+            elif not step.records:
+                step.start = start
+        self._explicit = True
+        if self.run.stepper is not self and not self._another_trains():
+            self._become_stepper()
+            step = self.step
+        if step is None:
+            self.step = step = self._open(start, batch=True)
+        step.explicit = True
+        step.following = TRAIN
+        step.global_step = global_step
+        self._close_evaluation()
+        return step
+
+    def exit_step(self, step: Step, error: BaseException | None) -> None:
+        if self.step is not step:
+            return
+        if error is not None and step.error is None:
+            step.error = error_name(error)
+        self._close_step(step, clock())
+
+    def begin_span(self) -> Step | None:
+        """A span that the user names begins: the step it belongs to, None where there is none and it is not recorded."""
+        if not self.run.active or self.step is None or context.suppressed():
+            return None
+        self._push(clock())
+        return self.step
+
+    def end_span(self, name: str, step: Step, error: BaseException | None) -> None:
+        """It ends. One that saw its step end belongs to none, and is counted."""
+        if self.step is step:
+            self.end(name, error)
+        else:
+            self._stack.pop()
+            self.run.dropped["spans over several steps"] += 1

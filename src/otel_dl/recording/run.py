@@ -1,0 +1,204 @@
+"""A run: from `instrument()` to `uninstrument()` or the end of the process; what its threads share.
+
+Steps arrive here when they are closed; those that are kept wait in `closed` for the builder.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry.trace import SpanContext
+
+from otel_dl.recording import context, ids
+from otel_dl.recording.identity import Identity
+from otel_dl.recording.keep import Head, Keep
+from otel_dl.recording.records import Evaluation, Step
+from otel_dl.semconv import KeepReason, SpanName, TraceKind
+from otel_dl.settings import Settings
+
+if TYPE_CHECKING:
+    from otel_dl.recording.lane import Lane
+
+WAITING_STEPS: Final = 2_048
+"""Closed steps that wait for the builder at most."""
+PENDING_RECORDS: Final = 64
+RECENT_STEPS: Final = 256
+"""Kept steps whose late spans of the user's still find their way out."""
+
+
+class Run:
+    """State of one run in one process. Numbers are taken under the GIL by the one thread that bounds steps."""
+
+    def __init__(self, settings: Settings, head: Head, remote: SpanContext | None = None) -> None:
+        from otel_dl.recording.lane import Lane
+
+        self.settings = settings
+        self.remote = remote
+        """The sender of TRACEPARENT, whose trace the run's own spans join."""
+        self.foreign_provider = False
+        """Whether spans of the user's go to a provider that is not ours: it takes an unsampled parent at its word."""
+        self.active = True
+        self._head = head
+
+        class Local(threading.local):
+            def __init__(self, run: Run) -> None:
+                self.lane = Lane(run)
+
+        self._local_type = Local
+        self._begin()
+
+    def _begin(self) -> None:
+        self.identity = Identity.read()
+        self.began = time.time_ns()
+        self.keep = Keep(self._head)
+        self.stepper: Lane | None = None
+        """The thread whose optimizers bound steps; until one has stepped the main thread bounds them."""
+        self.current: Step | None = None
+        """The step that is open, of the thread that bounds them."""
+        self.number = 0
+        self.evaluations = 0
+        self.first_step_end: int | None = None
+        """Reading of `clock` at which the first step ended."""
+        self.started = False
+        self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
+        """Batches that other threads read while no step was open; the next one takes them."""
+        self.undecided: dict[int, Step] = {}
+        """Steps whose ids somebody asked for, by trace id, until they are decided."""
+        self.recent: dict[int, None] = {}
+        """Trace ids of the latest kept steps whose ids somebody asked for."""
+        self.closed: deque[Step | Evaluation] = deque()
+        self.dropped: Counter[str] = Counter()
+        """Records and steps that were dropped, by reason."""
+        self.local: Any = self._local_type(self)
+
+    def restart(self) -> None:
+        """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
+        self._begin()
+
+    def on_start(self) -> None:
+        """Called once, when the first step begins. The instrumentor puts its start line here."""
+
+    # Opening and closing, called by the thread that bounds steps.
+
+    def open(self, start: int, batch: bool, former: frozenset[int]) -> Step:
+        """A step that begins at `start` (ns of `clock`); its number is used up when it is closed."""
+        if self.current is not None:
+            self.cancel(self.current)
+        number = self.number
+        self.current = step = Step(number, start, batch, former, self._head.step(number))
+        if not self.started:
+            self.started = True
+            self.on_start()
+        while self.pending:
+            step.records.append(self.pending.popleft())
+        self._enter(step)
+        return step
+
+    def _enter(self, step: Step) -> None:
+        step.link = context.users_span()
+        if step.link is not None or (self.foreign_provider and self._head.adaptive and not step.head):
+            return
+        step.span = StepSpan(self, step)
+        context.attach(step.span)
+
+    def reopen(self, step: Step, start: int, former: frozenset[int]) -> Step:
+        """The step after `step`, which is closed at `start`."""
+        self.close(step, start)
+        return self.open(start, batch=False, former=former)
+
+    def cancel(self, step: Step) -> None:
+        """Nothing came of `step`: its number goes to the next one."""
+        self.current = None
+        self._leave(step)
+
+    def _leave(self, step: Step) -> None:
+        if step.span is not None:
+            context.detach(step.span)
+
+    def close(self, step: Step, end: int) -> None:
+        """Ends `step` and hands it to the builder where it is kept."""
+        step.end = end
+        self.current = None
+        self.number += 1
+        if self.first_step_end is None:
+            self.first_step_end = end
+        self._leave(step)
+        step.reason = reason = self.keep.decide(step)
+        if step.span is not None and step.span.asked is not None:
+            trace_id = step.span.asked.trace_id
+            self.undecided.pop(trace_id, None)
+            if reason:
+                self.recent[trace_id] = None
+                if len(self.recent) > RECENT_STEPS:
+                    del self.recent[next(iter(self.recent))]
+        if reason:
+            self._hand_over(step)
+
+    def _hand_over(self, trace: Step | Evaluation) -> None:
+        if len(self.closed) < WAITING_STEPS:
+            self.closed.append(trace)
+        else:
+            self.dropped["steps waiting"] += 1
+
+    def evaluation(self) -> Evaluation:
+        evaluation = Evaluation(self.evaluations)
+        self.evaluations += 1
+        return evaluation
+
+    def close_evaluation(self, evaluation: Evaluation) -> None:
+        if self._head.off:
+            return
+        if evaluation.error is not None:
+            evaluation.reason = KeepReason.ERROR
+        elif self._head.other(self.evaluation_ids(evaluation)[0], SpanName.EVAL):
+            evaluation.reason = KeepReason.HEAD
+        else:
+            return
+        self._hand_over(evaluation)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Closes what is open: the run ends, by `error` where one ends the process."""
+        lane: Lane = self.stepper or self.local.lane
+        lane.finish(error)
+
+    def step_ids(self, number: int) -> tuple[int, int]:
+        """(trace id, span id) of step `number` on this rank."""
+        identity = self.identity
+        return (
+            ids.trace_id(identity.run, TraceKind.STEP, number),
+            ids.span_id(identity.run, TraceKind.STEP, number, identity.rank),
+        )
+
+    def evaluation_ids(self, evaluation: Evaluation) -> tuple[int, int]:
+        """(trace id, span id) of a stretch of evaluation on this rank."""
+        parts = (self.identity.run, TraceKind.EVAL, self.identity.rank, evaluation.ordinal)
+        return ids.trace_id(*parts), ids.span_id(*parts)
+
+    def run_ids(self) -> tuple[int, int]:
+        """(trace id, span id) of this rank's first span in the run's trace."""
+        identity = self.identity
+        trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
+        return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank)
+
+
+class StepSpan(context.DerivedSpan):
+    """Stands for a step in the context; ids are derived at the first question, which most steps are never asked."""
+
+    def __init__(self, run: Run, step: Step) -> None:
+        super().__init__(0, 0, step.head, context.outer_context())
+        self._run = run
+        self._step = step
+        self.asked: SpanContext | None = None
+
+    def get_span_context(self) -> SpanContext:
+        if not self.open:
+            return super().get_span_context()
+        if self.asked is None:
+            trace_id, span_id = self._run.step_ids(self._step.number)
+            flags = super().get_span_context().trace_flags
+            self.asked = SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)
+            self._run.undecided[trace_id] = self._step
+        return self.asked

@@ -1,0 +1,127 @@
+"""The vocabulary: names of spans, attributes and metrics, with the type and the place of each.
+
+This module is the contract that dashboards, sampling rules and tests build on. Extend it in the same style; rename
+nothing. Times in names are in the unit that the name ends with (`_ms`, `_ns`, `_s`).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+SCOPE: Final = "otel_dl"
+USER_SCOPE: Final = "otel_dl.user"
+"""Scope of spans that the user names through `otel_dl.span(name)`: their vocabulary is the user's."""
+
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+
+
+class SpanName:
+    """Names of the spans that otel-dl builds. None ever holds a step, a rank or a path."""
+
+    STARTUP: Final = "train.startup"
+    STARTUP_INTERPRETER: Final = "startup.interpreter"
+    STARTUP_IMPORT_TORCH: Final = "startup.import_torch"
+    STEP: Final = "train.step"
+    EVAL: Final = "train.eval"
+    NEXT: Final = "dataloader.next"
+    FETCH: Final = "dataloader.fetch"
+    START_WORKERS: Final = "dataloader.start_workers"
+    FORWARD: Final = "forward"
+    BACKWARD: Final = "backward"
+    OPTIMIZER_STEP: Final = "optimizer.step"
+    ZERO_GRAD: Final = "optimizer.zero_grad"
+    LR_SCHEDULER_STEP: Final = "lr_scheduler.step"
+
+
+FIRST_SPANS: Final = frozenset({SpanName.STARTUP, SpanName.STEP, SpanName.EVAL})
+"""First span of each rank in a trace, always. A `dataloader.fetch` is one as well when it has no parent."""
+
+PHASES: Final = frozenset(
+    {
+        SpanName.NEXT,
+        SpanName.FORWARD,
+        SpanName.BACKWARD,
+        SpanName.OPTIMIZER_STEP,
+        SpanName.ZERO_GRAD,
+        SpanName.LR_SCHEDULER_STEP,
+    }
+)
+
+_ANY_FIRST: Final = "first"
+
+
+class Attribute(NamedTuple):
+    """One attribute of the vocabulary.
+
+    `kind` is the Python type of its value (`list[str]` and `list[int]` for arrays), `on` the span names that may carry
+    it (`first` stands for the first spans of a trace), `built` whether this version sets it on every span of `on`.
+    """
+
+    name: str
+    kind: type | str
+    on: frozenset[str]
+    built: bool = False
+
+
+def _on(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+_NEXT_FETCH = _on(SpanName.NEXT, SpanName.FETCH)
+
+ATTRIBUTES: Final[tuple[Attribute, ...]] = (
+    Attribute("dl.run.id", str, _on(_ANY_FIRST), built=True),
+    Attribute("dl.run.attempt", int, _on(_ANY_FIRST), built=True),
+    Attribute("dl.rank", int, _on(_ANY_FIRST), built=True),
+    Attribute("dl.local_rank", int, _on(_ANY_FIRST), built=True),
+    Attribute("dl.world_size", int, _on(_ANY_FIRST), built=True),
+    Attribute("dl.trace.kind", str, _on(_ANY_FIRST), built=True),
+    Attribute("dl.keep", bool, _on(_ANY_FIRST), built=True),
+    Attribute("dl.keep.reason", str, _on(_ANY_FIRST), built=True),
+    Attribute("otel_dl.dropped", int, _on(_ANY_FIRST), built=True),
+    Attribute("dl.step", int, _on(SpanName.STEP), built=True),
+    Attribute("dl.epoch", int, _on(SpanName.STEP)),
+    Attribute("dl.global_step", int, _on(SpanName.STEP)),
+    Attribute("dl.user_spans", str, _on(SpanName.STEP)),
+    Attribute("is_warmup", bool, PHASES | {SpanName.STEP}, built=True),
+    Attribute("dl.loader.id", int, _NEXT_FETCH),
+    Attribute("dl.batch.index", int, _NEXT_FETCH),
+    Attribute("dl.worker.id", int, _NEXT_FETCH),
+    Attribute("dl.worker.pid", int, _NEXT_FETCH),
+    Attribute("dl.worker.start_method", str, _NEXT_FETCH),
+    Attribute("dl.fetch.duration_ms", float, _on(SpanName.NEXT)),
+    Attribute("dl.fetch.ready_ms", float, _on(SpanName.NEXT)),
+    Attribute("error.type", str, PHASES | FIRST_SPANS | {SpanName.FETCH}),
+)
+"""The attributes that this version may set; a span never carries another."""
+
+BY_NAME: Final[dict[str, Attribute]] = {attribute.name: attribute for attribute in ATTRIBUTES}
+
+RESOURCE: Final[dict[str, type]] = {
+    "service.name": str,
+    "service.instance.id": str,
+    "process.pid": int,
+    "host.name": str,
+    "dl.run.id": str,
+    "dl.rank": int,
+    "dl.local_rank": int,
+    "dl.world_size": int,
+}
+"""Required in the resource of every span that otel-dl builds; a worker's has `dl.worker.id` (int) as well."""
+
+
+class TraceKind:
+    STEP: Final = "step"
+    RUN: Final = "run"
+    BATCH: Final = "batch"
+    EVAL: Final = "eval"
+
+
+class KeepReason:
+    """Why a trace is exported, in the order in which they are tried: the first that holds is the reason."""
+
+    ERROR: Final = "error"
+    REQUESTED: Final = "requested"
+    SLOW: Final = "slow"
+    WARMUP: Final = "warmup"
+    HEAD: Final = "head"

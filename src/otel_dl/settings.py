@@ -1,0 +1,141 @@
+"""Every setting of otel-dl: one frozen dataclass, read from `OTEL_DL_*` variables and keywords of `instrument()`.
+
+Standard settings are OpenTelemetry's own (`OTEL_*`) and are read by its SDK. A keyword goes before its variable, the
+variable before the default. A wrong value never stops training: it is named, and the default is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("otel_dl")
+
+
+class _Kind(NamedTuple):
+    """How the text of a variable becomes a value; `allowed` says it to a person."""
+
+    allowed: str
+    parse: Callable[[str], Any]
+
+
+def _boolean(text: str) -> bool:
+    value = text.strip().lower()
+    if value in ("true", "1", "yes", "on"):
+        return True
+    if value in ("false", "0", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _number(low: float, high: float) -> _Kind:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise ValueError(text)
+        return value
+
+    return _Kind(f"a number from {low:g} to {high:g}", parse)
+
+
+def _integer(low: int, high: int) -> _Kind:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(text)
+        return value
+
+    return _Kind(f"a whole number from {low} to {high}", parse)
+
+
+BOOLEAN = _Kind("true or false", _boolean)
+TEXT = _Kind("text", str)
+
+
+def _setting(default: Any, variable: str, kind: _Kind, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"variable": variable, "kind": kind, "doc": doc})
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All settings; the table in the README is made from the fields' metadata."""
+
+    enabled: bool = _setting(True, "OTEL_DL_ENABLED", BOOLEAN, "false: nothing is patched, nothing is exported")
+    directory: str = _setting("otel-dl-traces", "OTEL_DL_DIR", TEXT, "folder of the files that `otel_dl_file` writes")
+    jaeger_url: str = _setting("", "OTEL_DL_JAEGER_URL", TEXT, "makes trace ids in messages and summaries links")
+    exit_delay: float = _setting(
+        5.0, "OTEL_DL_EXIT_DELAY", _number(0, 3600), "seconds that the end of the process waits for the export at most"
+    )
+    term_delay: float = _setting(
+        0.5, "OTEL_DL_TERM_DELAY", _number(0, 3600), "the same after SIGTERM, where SIGTERM ends the process"
+    )
+    restore_env: bool = _setting(
+        True,
+        "OTEL_DL_RESTORE_ENV",
+        BOOLEAN,
+        "put OTEL_*, TRACEPARENT, TRACESTATE, BAGGAGE back where a worker_init_fn removed them",
+    )
+    step_records: int = _setting(
+        1024, "OTEL_DL_STEP_RECORDS", _integer(16, 10_000), "records of one step at most; more are counted and dropped"
+    )
+    held_spans: int = _setting(
+        256, "OTEL_DL_HELD_SPANS", _integer(0, 100_000), "the user's own spans held for an undecided step at most"
+    )
+    queue_spans: int = _setting(
+        16_384, "OTEL_DL_QUEUE_SPANS", _integer(512, 10_000_000), "spans that wait for the exporter at most"
+    )
+    file_max_bytes: int = _setting(
+        256 * 2**20, "OTEL_DL_FILE_MAX_BYTES", _integer(65_536, 2**50), "size at which a file of traces is rotated"
+    )
+    file_max_files: int = _setting(
+        4, "OTEL_DL_FILE_MAX_FILES", _integer(1, 10_000), "rotated files kept for a process; the oldest goes first"
+    )
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None, **keywords: Any) -> Settings:
+        """The settings from `keywords`, then `environ` (default: the process's), then the defaults.
+
+        A keyword of None counts as not given. Wrong values are logged with variable, value and what is allowed.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            kind: _Kind = field.metadata["kind"]
+            variable: str = field.metadata["variable"]
+            for source, raw in ((f"{field.name}=", keywords.get(field.name)), (variable, environ.get(variable))):
+                if raw is None or (raw == "" and kind is not TEXT):
+                    continue
+                try:
+                    values[field.name] = kind.parse(str(raw))
+                    break
+                except (ValueError, OverflowError):
+                    logger.warning(
+                        "otel-dl: %s has the value %r; allowed: %s. The default %r is used.",
+                        source,
+                        raw,
+                        kind.allowed,
+                        field.default,
+                    )
+        for unknown in keywords.keys() - {field.name for field in dataclasses.fields(cls)}:
+            logger.warning("otel-dl: instrument() has no setting %r; it is ignored.", unknown)
+        return cls(**values)
+
+
+class Described(NamedTuple):
+    variable: str
+    keyword: str
+    default: Any
+    allowed: str
+    doc: str
+
+
+def described() -> list[Described]:
+    """One row a setting, for tables in the docs and flags of `opentelemetry-instrument`."""
+    return [
+        Described(f.metadata["variable"], f.name, f.default, f.metadata["kind"].allowed, f.metadata["doc"])
+        for f in dataclasses.fields(Settings)
+    ]

@@ -1,0 +1,1 @@
+"""What runs inside a DataLoader worker, and the pipe through which it reports to its parent."""
