@@ -1,0 +1,119 @@
+"""The subcommands of `otel-dl` and their options."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import click
+
+from otel_dl.cli import job, run_directory
+from otel_dl.cli.progress import Progress
+from otel_dl.settings import Settings
+from otel_dl.viewing.reading import Reading, read_spans
+from otel_dl.viewing.summary import summarize
+from otel_dl.viewing.text import render_reading, render_summary
+
+_jaeger_option = click.option(
+    "--jaeger",
+    metavar="URL",
+    help="Address of a Jaeger; trace ids become links to it.  [default: OTEL_DL_JAEGER_URL]",
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="otel-dl", message="otel-dl %(version)s")
+def command() -> None:
+    """OpenTelemetry tracing of PyTorch training: one trace per step, over all workers and ranks."""
+
+
+@command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder for the files of traces.  [default: otel-dl-traces/<date>-<time>-<pid>]",
+)
+@click.option(
+    "--to",
+    type=click.Choice(["file", "otlp"]),
+    default="file",
+    show_default=True,
+    help="Write files, or send to the endpoint that the standard OTEL_EXPORTER_OTLP_* variables name.",
+)
+@_jaeger_option
+@click.option(
+    "--progress/--no-progress", default=None, help="A line about the traces so far.  [default: on a terminal]"
+)
+@click.argument("arguments", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, arguments: tuple[str, ...]) -> None:
+    """Run COMMAND with tracing switched on, and print a summary when it has ended.
+
+    COMMAND is what starts the training now: `python train.py --lr 0.1`, `torchrun …`, `accelerate launch …`. Nothing
+    in the script changes, its output is left alone, and the exit status is COMMAND's.
+    """
+    if to == "otlp":
+        if out is not None:
+            raise click.UsageError("--out names a folder for files; with --to otlp none are written.")
+        job.end_like(job.run(arguments, job.environment_for_otlp()))
+
+    directory = (out or run_directory.default()).absolute()
+    obstacle = run_directory.prepare(directory)
+    if obstacle:
+        _say(
+            f"otel-dl: traces cannot be written to {directory}: {obstacle}. The job runs without them; to have them,"
+            " name another folder with --out."
+        )
+        job.end_like(job.run(arguments, job.environment_without_traces()))
+
+    earlier = frozenset(path.name for path in directory.iterdir())
+    with Progress(directory, earlier) as line:
+        # On something that is no terminal it would be escape codes in a log, so --progress cannot ask for it there.
+        shown = progress is not False and sys.stderr.isatty()
+        ended = job.run(arguments, job.environment_for_files(directory), line.draw if shown else None)
+    if ended.started:
+        _say("")
+        _summarize(directory, earlier, jaeger, err=True)
+    elif not earlier:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+    job.end_like(ended)
+
+
+@command.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@_jaeger_option
+def report(directory: Path, jaeger: str | None) -> None:
+    """Print the summary of the traces in DIR.
+
+    The exit status is 0 when there were some and 1 when there were none.
+    """
+    sys.exit(0 if _summarize(directory, frozenset(), jaeger, err=False) else 1)
+
+
+def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, err: bool) -> bool:
+    """Prints summary and reading; False when not one span was read."""
+    reading = Reading(directory)
+    try:
+        summary = summarize(read_spans(reading, without=earlier))
+    except OSError as error:
+        _say(f"otel-dl: {directory} cannot be read: {error.strerror}. Name a folder that `otel-dl run` wrote.")
+        return False
+    if reading.spans:
+        click.echo(render_summary(summary, jaeger or Settings.read().jaeger_url), err=err)
+    click.echo(render_reading(reading), err=err)
+    if not reading.spans:
+        _say(f"otel-dl: there are no traces in {directory}. {_advice(directory)}")
+    return reading.spans > 0
+
+
+def _advice(directory: Path) -> str:
+    below = max(directory.glob("*/*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
+    if below is not None:
+        return f"The newest in its folders: otel-dl report {below.parent}"
+    return "A job writes them once it has trained a step with PyTorch; if it has, see what it said on stderr."
+
+
+def _say(message: str) -> None:
+    click.echo(message, err=True)

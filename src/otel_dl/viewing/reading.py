@@ -1,0 +1,141 @@
+"""OTLP JSON lines of a folder, as a stream of light spans.
+
+Reads what `otel_dl.export.file` and the Collector's file exporter write. Nothing that is wrong with a file stops the
+reading: it is passed over, counted, and named in the `Reading`.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_STATUS_ERROR = 2
+
+
+class Span(NamedTuple):
+    """One span. Times are nanoseconds since the epoch, ids lower-case hex; `parent_id` is empty for a root."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Any]
+    resource: Mapping[str, Any]
+    scope: str
+    failed: bool
+    links: tuple[tuple[str, str], ...]
+    """Trace id and span id of each linked span."""
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclasses.dataclass
+class PassedOver:
+    """Something that was not read: how often, and where first."""
+
+    count: int
+    first: str
+
+
+@dataclasses.dataclass
+class Reading:
+    """What was read of a folder and what was not; complete once the spans have been consumed."""
+
+    directory: Path
+    files: int = 0
+    """Files of which at least one line was read."""
+    lines: int = 0
+    spans: int = 0
+    passed_over: dict[str, PassedOver] = dataclasses.field(default_factory=dict[str, PassedOver])
+    """By reason."""
+
+    def pass_over(self, reason: str, where: str) -> None:
+        entry = self.passed_over.setdefault(reason, PassedOver(0, where))
+        entry.count += 1
+
+
+def read_spans(reading: Reading, without: Collection[str] = ()) -> Iterator[Span]:
+    """The spans of all `*.jsonl` files directly in `reading.directory`, except files whose names are in `without`.
+
+    Raises OSError where the folder itself cannot be listed.
+    """
+    for path in sorted(reading.directory.iterdir()):
+        if path.name in without:
+            reading.pass_over("file of an earlier run", path.name)
+        elif path.suffix != ".jsonl" or not path.is_file():
+            reading.pass_over("folder" if path.is_dir() else "foreign file", path.name)
+        else:
+            yield from _read_file(path, reading)
+
+
+def _read_file(path: Path, reading: Reading) -> Iterator[Span]:
+    read_before = reading.lines
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    spans = list(_spans_of(json.loads(line)))
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                    torn = not line.endswith(b"\n")
+                    reason = "torn last line" if torn else "line that is not OTLP JSON with spans"
+                    reading.pass_over(reason, f"{path.name}:{number}")
+                    continue
+                reading.lines += 1
+                reading.spans += len(spans)
+                yield from spans
+    except OSError as error:
+        reading.pass_over(f"file that cannot be read ({error.strerror})", path.name)
+    if reading.lines > read_before:
+        reading.files += 1
+    elif path.exists() and path.stat().st_size == 0:
+        reading.pass_over("empty file", path.name)
+
+
+def _spans_of(request: Any) -> Iterator[Span]:
+    for resource_spans in request["resourceSpans"]:
+        resource = _attributes(resource_spans.get("resource", {}))
+        for scope_spans in resource_spans.get("scopeSpans", ()):
+            scope = str(scope_spans.get("scope", {}).get("name", ""))
+            for span in scope_spans.get("spans", ()):
+                yield Span(
+                    trace_id=str(span["traceId"]).lower(),
+                    span_id=str(span["spanId"]).lower(),
+                    parent_id=str(span.get("parentSpanId", "")).lower(),
+                    name=str(span.get("name", "")),
+                    start_ns=int(span["startTimeUnixNano"]),
+                    end_ns=int(span["endTimeUnixNano"]),
+                    attributes=_attributes(span),
+                    resource=resource,
+                    scope=scope,
+                    failed=span.get("status", {}).get("code") == _STATUS_ERROR,
+                    links=tuple((str(link["traceId"]), str(link["spanId"])) for link in span.get("links", ())),
+                )
+
+
+def _attributes(holder: Any) -> Mapping[str, Any]:
+    return {str(item["key"]): _value(item.get("value", {})) for item in holder.get("attributes", ())}
+
+
+def _value(value: Any) -> Any:
+    """The Python value of an OTLP `AnyValue`; None for one that is not set."""
+    for kind, content in value.items():
+        if kind == "intValue":
+            return int(content)
+        if kind == "doubleValue":
+            return float(content)
+        if kind == "bytesValue":
+            return base64.b64decode(content)
+        if kind == "arrayValue":
+            return [_value(item) for item in content.get("values", ())]
+        if kind == "kvlistValue":
+            return {str(item["key"]): _value(item.get("value", {})) for item in content.get("values", ())}
+        return content
+    return None

@@ -1,0 +1,135 @@
+"""The summary of a run as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from otel_dl.viewing.reading import Reading
+from otel_dl.viewing.summary import Distribution, Rank, Step, Summary, Times
+
+_LABEL_WIDTH = 13
+_FAILED_SHOWN = 10
+_RANKS_SHOWN = 16
+
+
+def render_summary(summary: Summary, jaeger_url: str = "") -> str:
+    """Some lines of text. With `jaeger_url` trace ids are links to `<jaeger_url>/trace/<id>`."""
+    return "\n".join(_labelled(_summary_rows(summary, jaeger_url.rstrip("/"))))
+
+
+def render_reading(reading: Reading) -> str:
+    """What was read and what was passed over, with the place where each reason occurred first."""
+    return "\n".join(_labelled(_reading_rows(reading)))
+
+
+def _labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """`label  text`; a label that repeats is written once."""
+    former = ""
+    for label, text in rows:
+        yield f"{label if label != former else '':<{_LABEL_WIDTH}}{text}"
+        former = label
+
+
+def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]]:
+    for run in summary.runs:
+        yield "Run", run
+    yield "Steps", _steps(summary)
+    if summary.times is not None:
+        yield "Step time", f"{_distribution(summary.times.steps)} ({_basis(summary.times)})"
+        yield "Time went to", _shares(summary.times.shares) + f" (of the time of these {_count(summary.times)})"
+    if len(summary.ranks) > 1:
+        for rank in summary.ranks[:_RANKS_SHOWN]:
+            yield "Ranks", _rank(rank)
+        if len(summary.ranks) > _RANKS_SHOWN:
+            yield "Ranks", f"and {len(summary.ranks) - _RANKS_SHOWN} more"
+    if summary.fetches is not None:
+        count = summary.fetches.workers
+        by = f"{count} worker{_plural(count)}" if count else "the training process"
+        batches = summary.fetches.times.size
+        yield (
+            "Batch reading",
+            f"{_distribution(summary.fetches.times)} ({batches} batch{_plural(batches, 'es')} by {by})",
+        )
+    if summary.evaluation.stretches:
+        stretches = summary.evaluation.stretches
+        yield (
+            "Evaluation",
+            f"{_duration(summary.evaluation.total_ns)} in {stretches:,} kept stretch{_plural(stretches, 'es')}",
+        )
+    several_ranks = len(summary.ranks) > 1
+    for step in summary.slowest:
+        yield "Slowest", _step(step, several_ranks, jaeger_url)
+    for step in summary.failed[:_FAILED_SHOWN]:
+        yield "Failed", f"{step.error_type or 'error'}: {_step(step, several_ranks, jaeger_url)}"
+    if len(summary.failed) > _FAILED_SHOWN:
+        yield "Failed", f"and {len(summary.failed) - _FAILED_SHOWN} more steps"
+    for (name, error_type), count in summary.failed_elsewhere.items():
+        yield "Failed", f"{error_type or 'error'} in {count} span{_plural(count)} {name}"
+    if summary.user_spans:
+        yield "Own spans", f"{summary.user_spans:,} of the script's own"
+    yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
+
+
+def _reading_rows(reading: Reading) -> Iterator[tuple[str, str]]:
+    yield (
+        "Read",
+        f"{reading.spans:,} span{_plural(reading.spans)} in {reading.files} file{_plural(reading.files)}"
+        f" of {reading.directory}",
+    )
+    for reason, entry in reading.passed_over.items():
+        yield "Passed over", f"{entry.count} × {reason} ({'first: ' if entry.count > 1 else ''}{entry.first})"
+
+
+def _steps(summary: Summary) -> str:
+    if not summary.kept:
+        return "none"
+    reasons = ", ".join(f"{reason or 'unknown'} {count:,}" for reason, count in summary.keep_reasons.items())
+    return f"{summary.kept:,} kept of at least {summary.total:,} (kept as: {reasons})"
+
+
+def _basis(times: Times) -> str:
+    if times.by_head:
+        return f"{_count(times)} kept by the head sampler"
+    return f"all {_count(times)} kept, none of them by the head sampler: not an even sample"
+
+
+def _count(times: Times) -> str:
+    return f"{times.steps.size:,} step{_plural(times.steps.size)}"
+
+
+def _rank(rank: Rank) -> str:
+    return (
+        f"rank {rank.rank}: {rank.kept:,} kept of at least {rank.total:,}, {_distribution(rank.times.steps)},"
+        f" data wait {_percent(rank.times.shares['data wait'])} ({_count(rank.times)})"
+    )
+
+
+def _step(step: Step, with_rank: bool, jaeger_url: str) -> str:
+    rank = f" rank {step.rank}" if with_rank else ""
+    trace = f"{jaeger_url}/trace/{step.trace_id}" if jaeger_url else step.trace_id
+    return f"step {step.number}{rank}, {_duration(step.duration_ns)}, kept as {step.keep_reason or 'unknown'}, {trace}"
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{part} {_percent(share)}" for part, share in shares.items())
+
+
+def _distribution(times: Distribution) -> str:
+    return f"median {_duration(times.median_ns)}, p99 {_duration(times.p99_ns)}"
+
+
+def _duration(nanoseconds: float) -> str:
+    for unit, size in (("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= size:
+            return (
+                f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:,.0f} {unit}"
+            )
+    return f"{nanoseconds / 1e3:.3g} µs"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _plural(count: int, ending: str = "s") -> str:
+    return "" if count == 1 else ending

@@ -1,0 +1,364 @@
+"""Reading files of traces back, and the summary made of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
+
+from otel_dl.export.file import FileSpanExporter
+from otel_dl.viewing.reading import Reading, Span, read_spans
+from otel_dl.viewing.summary import Summary, summarize
+from otel_dl.viewing.text import render_reading, render_summary
+
+MS = 1_000_000
+EPOCH = 1_700_000_000 * 10**9
+
+
+class Run:
+    """Makes spans as a training run does: `step()` and what is in it, with durations in milliseconds."""
+
+    def __init__(self, rank: int = 0, run: str = "job/1") -> None:
+        self.spans: list[ReadableSpan] = []
+        self.rank = rank
+        self.run = run
+        self.resource = Resource({"service.name": "digits", "dl.run.id": run, "dl.rank": rank, "host.name": "node-1"})
+
+    def span(
+        self,
+        name: str,
+        trace: int,
+        ms: float,
+        *,
+        parent: SpanContext | None = None,
+        scope: str = "otel_dl",
+        error: str = "",
+        links: Sequence[Link] = (),
+        **attributes: Any,
+    ) -> SpanContext:
+        context = SpanContext(trace, int.from_bytes(os.urandom(8), "big") | 1, False, TraceFlags(1))
+        named = {key.replace("__", "."): value for key, value in attributes.items()}
+        if error:
+            named["error.type"] = error
+        self.spans.append(
+            ReadableSpan(
+                name,
+                context,
+                parent=parent,
+                resource=self.resource,
+                attributes=named,
+                links=links,
+                status=Status(StatusCode.ERROR if error else StatusCode.UNSET),
+                start_time=EPOCH,
+                end_time=EPOCH + round(ms * MS),
+                instrumentation_scope=InstrumentationScope(scope),
+            )
+        )
+        return context
+
+    def step(
+        self, number: int, ms: float, reason: str = "head", error: str = "", dropped: int = 0, **phases: float
+    ) -> SpanContext:
+        step = self.span(
+            "train.step",
+            number + 1,
+            ms,
+            error=error,
+            dl__run__id=self.run,
+            dl__rank=self.rank,
+            dl__step=number,
+            dl__keep__reason=reason,
+            otel_dl__dropped=dropped,
+        )
+        for phase, phase_ms in phases.items():
+            self.span(phase.replace("__", "."), number + 1, phase_ms, parent=step)
+        return step
+
+
+def summary_of(*runs: Run) -> Summary:
+    return summarize(
+        Span(
+            trace_id=f"{one.context.trace_id:032x}",
+            span_id=f"{one.context.span_id:016x}",
+            parent_id=f"{one.parent.span_id:016x}" if one.parent else "",
+            name=one.name,
+            start_ns=one.start_time or 0,
+            end_ns=one.end_time or 0,
+            attributes=dict(one.attributes or {}),
+            resource=dict(one.resource.attributes),
+            scope=one.instrumentation_scope.name if one.instrumentation_scope else "",
+            failed=not one.status.is_ok,
+            links=(),
+        )
+        for run in runs
+        for one in run.spans
+    )
+
+
+def report(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "otel_dl.cli", "report", str(directory), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+class TestReading:
+    def test_a_span_comes_back_as_it_was_written(self, tmp_path: Path) -> None:
+        run = Run()
+        other = run.span("dataloader.fetch", 0xFE, 2)
+        step = run.span("train.step", 0xAB, 12.5, error="ValueError", dl__step=3, ratio=0.5, ok=True, sizes=[1, 2])
+        run.span("dataloader.next", 0xAB, 1, parent=step, links=[Link(other)])
+        FileSpanExporter(tmp_path).export(run.spans)
+        reading = Reading(tmp_path)
+        _, first, second = read_spans(reading)
+        assert first == Span(
+            trace_id=f"{0xAB:032x}",
+            span_id=f"{step.span_id:016x}",
+            parent_id="",
+            name="train.step",
+            start_ns=EPOCH,
+            end_ns=EPOCH + 12_500_000,
+            attributes={"dl.step": 3, "ratio": 0.5, "ok": True, "sizes": [1, 2], "error.type": "ValueError"},
+            resource={"service.name": "digits", "dl.run.id": "job/1", "dl.rank": 0, "host.name": "node-1"},
+            scope="otel_dl",
+            failed=True,
+            links=(),
+        )
+        assert first.duration_ns == 12_500_000
+        assert second.parent_id == first.span_id
+        assert second.links == ((f"{0xFE:032x}", f"{other.span_id:016x}"),)
+        assert (reading.files, reading.lines, reading.spans, reading.passed_over) == (1, 1, 3, {})
+
+    def test_what_cannot_be_read_is_passed_over_and_named(self, tmp_path: Path) -> None:
+        run = Run()
+        run.step(0, 10)
+        FileSpanExporter(tmp_path).export(run.spans)
+        (whole,) = tmp_path.iterdir()
+        line = whole.read_bytes()
+        (tmp_path / "a-torn.jsonl").write_bytes(line + line[: len(line) // 2])
+        (tmp_path / "b-foreign.jsonl").write_text(
+            '{"resourceLogs": []}\n[1]\nhello\n"text"\n{"resourceSpans": [{"scopeSpans": 7}]}\n'
+        )
+        (tmp_path / "c-empty.jsonl").touch()
+        (tmp_path / "d-binary.jsonl").write_bytes(b"\xff\xfe\0\n" * 3)
+        (tmp_path / "notes.txt").write_text("my notes")
+        (tmp_path / "plots").mkdir()
+        reading = Reading(tmp_path)
+        assert len(list(read_spans(reading))) == 2
+        found = {reason: (entry.count, entry.first) for reason, entry in reading.passed_over.items()}
+        assert found == {
+            "torn last line": (1, "a-torn.jsonl:2"),
+            "line that is not OTLP JSON with spans": (8, "b-foreign.jsonl:1"),
+            "empty file": (1, "c-empty.jsonl"),
+            "foreign file": (1, "notes.txt"),
+            "folder": (1, "plots"),
+        }
+        text = render_reading(reading)
+        assert f"2 spans in 2 files of {tmp_path}" in text
+        assert "8 × line that is not OTLP JSON with spans (first: b-foreign.jsonl:1)" in text
+
+    def test_files_of_an_earlier_run_can_be_left_out(self, tmp_path: Path) -> None:
+        first = Run()
+        first.step(0, 10)
+        FileSpanExporter(tmp_path).export(first.spans)
+        earlier = {path.name for path in tmp_path.iterdir()}
+        second = Run()
+        second.step(7, 10)
+        FileSpanExporter(tmp_path).export(second.spans)
+        (span,) = read_spans(Reading(tmp_path), without=earlier)
+        assert span.attributes["dl.step"] == 7
+
+
+class TestSummary:
+    def test_nothing(self) -> None:
+        summary = summary_of(Run())
+        assert (summary.kept, summary.times, summary.fetches) == (0, None, None)
+        assert "Steps        none" in render_summary(summary)
+
+    def test_steps_are_counted_and_the_kept_ones_told_by_reason(self) -> None:
+        run = Run()
+        for number, reason in [(0, "warmup"), (1, "head"), (2, "head"), (63, "slow")]:
+            run.step(number, 10, reason)
+        summary = summary_of(run)
+        assert (summary.kept, summary.total) == (4, 64)
+        assert summary.keep_reasons == {"warmup": 1, "head": 2, "slow": 1}
+        assert "4 kept of at least 64 (kept as: warmup 1, head 2, slow 1)" in render_summary(summary)
+
+    def test_times_are_those_of_an_even_sample(self) -> None:
+        """Slow and failed steps are kept because they are slow and failed: they must not move the median."""
+        run = Run()
+        run.step(0, 5000, "warmup")
+        for number in range(1, 101):
+            run.step(number, number)
+        summary = summary_of(run)
+        assert summary.times is not None
+        assert summary.times.by_head
+        assert summary.times.steps == (100, 50.5 * MS, 99 * MS)
+        assert "median 50.5 ms, p99 99 ms (100 steps kept by the head sampler)" in render_summary(summary)
+
+    def test_without_such_a_sample_all_kept_steps_count_and_that_is_said(self) -> None:
+        run = Run()
+        run.step(3, 40, "slow")
+        run.step(9, 60, "error")
+        summary = summary_of(run)
+        assert summary.times is not None
+        assert not summary.times.by_head
+        assert summary.times.steps.median_ns == 50 * MS
+        assert "all 2 steps kept, none of them by the head sampler: not an even sample" in render_summary(summary)
+
+    def test_shares_are_of_direct_children_only(self) -> None:
+        run = Run()
+        run.step(0, 90, "warmup", forward=90)
+        step = run.step(1, 100, dataloader__next=20, forward=25, optimizer__step=10, optimizer__zero_grad=5)
+        backward = run.span("backward", 2, 30, parent=step)
+        run.span("forward", 2, 12, parent=backward)  # activation checkpointing
+        summary = summary_of(run)
+        assert summary.times is not None
+        assert summary.times.shares == pytest.approx(
+            {"data wait": 0.2, "forward": 0.25, "backward": 0.3, "optimizer": 0.1, "zero_grad": 0.05, "other": 0.1}
+        )
+        text = render_summary(summary)
+        assert "data wait 20.0%, forward 25.0%, backward 30.0%, optimizer 10.0%, zero_grad 5.0%, other 10.0%" in text
+        assert "(of the time of these 1 step)" in text
+
+    def test_children_may_be_read_before_their_step(self) -> None:
+        run = Run()
+        run.step(0, 100, forward=50)
+        run.spans.reverse()
+        summary = summary_of(run)
+        assert summary.times is not None
+        assert summary.times.shares["forward"] == pytest.approx(0.5)
+
+    def test_overlapping_phases_leave_no_negative_rest(self) -> None:
+        run = Run()
+        run.step(0, 100, forward=80, backward=80)
+        summary = summary_of(run)
+        assert summary.times is not None
+        assert summary.times.shares["other"] == 0
+
+    def test_the_slowest_steps_lead_to_their_traces(self) -> None:
+        run = Run()
+        for number in range(10):
+            run.step(number, 10 + number)
+        summary = summary_of(run)
+        assert [step.number for step in summary.slowest] == [9, 8, 7, 6, 5]
+        assert f"step 9, 19 ms, kept as head, {10:032x}" in render_summary(summary)
+        assert f"http://jaeger:16686/trace/{10:032x}" in render_summary(summary, "http://jaeger:16686/")
+
+    def test_failed_steps_and_other_failed_spans_name_their_error(self) -> None:
+        run = Run()
+        run.step(4, 10, "error", error="torch.OutOfMemoryError")
+        run.span("dataloader.fetch", 99, 3, error="ValueError", dl__worker__id=0)
+        summary = summary_of(run)
+        assert [step.error_type for step in summary.failed] == ["torch.OutOfMemoryError"]
+        text = render_summary(summary)
+        assert "torch.OutOfMemoryError: step 4" in text
+        assert "ValueError in 1 span dataloader.fetch" in text
+
+    def test_batches_read_by_workers_and_by_the_training_process(self) -> None:
+        run = Run()
+        for number, pid in enumerate([71, 72, 71, 72]):
+            run.span("dataloader.fetch", 100 + number, 4, dl__worker__id=pid % 2, dl__worker__pid=pid)
+        assert "median 4 ms, p99 4 ms (4 batches by 2 workers)" in render_summary(summary_of(run))
+        run = Run()
+        run.span("dataloader.fetch", 100, 4)
+        assert "(1 batch by the training process)" in render_summary(summary_of(run))
+
+    def test_evaluation_own_spans_and_drops(self) -> None:
+        run = Run()
+        run.step(0, 10, dropped=3)
+        run.step(1, 10, dropped=4)
+        run.span("train.eval", 77, 1500)
+        run.span("augment", 1, 1, scope="my.pipeline")
+        run.span("augment", 1, 1, scope="otel_dl.user")
+        summary = summary_of(run)
+        assert (summary.evaluation, summary.user_spans, summary.dropped) == ((1, 1500 * MS), 2, 7)
+        text = render_summary(summary)
+        assert "1.5 s in 1 kept stretch" in text
+        assert "7 records for lack of room" in text
+
+    def test_ranks_share_a_step_and_each_has_a_line(self) -> None:
+        fast, slow = Run(rank=0), Run(rank=1)
+        for number in range(4):
+            fast.step(number, 10, dataloader__next=1)
+            slow.step(number, 20, "slow" if number == 3 else "head", dataloader__next=10)
+        summary = summary_of(fast, slow)
+        assert (summary.kept, summary.total) == (4, 4)
+        assert summary.keep_reasons == {"head": 3, "slow": 1}
+        text = render_summary(summary)
+        assert "rank 0: 4 kept of at least 4, median 10 ms, p99 10 ms, data wait 10.0% (4 steps)" in text
+        assert "rank 1: 4 kept of at least 4, median 20 ms, p99 20 ms, data wait 50.0% (3 steps)" in text
+        assert "step 3 rank 1, 20 ms, kept as slow" in text
+
+    def test_two_runs_in_a_folder_are_added_up(self) -> None:
+        first, second = Run(run="a"), Run(run="b")
+        first.step(9, 10)
+        second.step(0, 10)
+        summary = summary_of(first, second)
+        assert (summary.runs, summary.kept, summary.total) == (["a", "b"], 2, 11)
+
+
+class TestCommand:
+    def test_prints_the_summary_on_stdout(self, tmp_path: Path) -> None:
+        run = Run()
+        run.step(0, 10, forward=5)
+        FileSpanExporter(tmp_path).export(run.spans)
+        done = report(tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "1 kept of at least 1" in done.stdout
+        assert f"2 spans in 1 file of {tmp_path}" in done.stdout
+
+    def test_trace_ids_become_links_by_option_or_environment(self, tmp_path: Path) -> None:
+        run = Run()
+        run.step(0, 10)
+        FileSpanExporter(tmp_path).export(run.spans)
+        link = f"http://jaeger:16686/trace/{1:032x}"
+        assert link in report(tmp_path, "--jaeger", "http://jaeger:16686").stdout
+        assert link in report(tmp_path, OTEL_DL_JAEGER_URL="http://jaeger:16686").stdout
+
+    def test_empty_folder(self, tmp_path: Path) -> None:
+        done = report(tmp_path)
+        assert done.returncode == 1
+        assert f"there are no traces in {tmp_path}" in done.stderr
+
+    def test_folder_of_runs_names_the_newest(self, tmp_path: Path) -> None:
+        run = Run()
+        run.step(0, 10)
+        FileSpanExporter(tmp_path / "monday").export(run.spans)
+        done = report(tmp_path)
+        assert done.returncode == 1
+        assert f"otel-dl report {tmp_path / 'monday'}" in done.stderr
+
+    def test_foreign_file_only(self, tmp_path: Path) -> None:
+        (tmp_path / "log.jsonl").write_text("hello\n")
+        done = report(tmp_path)
+        assert done.returncode == 1
+        assert "1 × line that is not OTLP JSON with spans (log.jsonl:1)" in done.stdout
+
+    def test_torn_last_line(self, tmp_path: Path) -> None:
+        run = Run()
+        run.step(0, 10)
+        FileSpanExporter(tmp_path).export(run.spans)
+        (path,) = tmp_path.iterdir()
+        with path.open("ab") as file:
+            file.write(b'{"resourceSp')
+        done = report(tmp_path)
+        assert done.returncode == 0
+        assert "1 × torn last line" in done.stdout
+
+    def test_no_such_folder(self, tmp_path: Path) -> None:
+        done = report(tmp_path / "missing")
+        assert done.returncode == 1
+        assert f"{tmp_path / 'missing'} cannot be read: No such file or directory" in done.stderr
