@@ -147,8 +147,7 @@ class Lane:
         if step is not None and self.run.stepper is self:
             step.stepped = True
             step.optimizers.add(optimizer)
-            if not self.kinds:
-                step.boundary = None
+            step.boundary = None
 
     def _another_trains(self) -> bool:
         """Whether the optimizers step in another thread that is alive."""
@@ -256,7 +255,7 @@ class Lane:
         if self._another_trains():
             if step is not None:
                 # Read before that thread's first optimizer step told who trains.
-                self.run.pending.extend(record for record in step.records if record[2] == NEXT)
+                self.run.pending.extend((0, 0, *record[2:]) for record in step.records if record[2] == NEXT)
                 self.step = None
             return
         if step is not None:
@@ -296,10 +295,10 @@ class Lane:
 
     def _end_elsewhere(self, batch: Batch | None) -> None:
         """A batch that this thread reads for the one that trains."""
-        sequence, _, start = self._stack.pop()
+        _, _, start = self._stack.pop()
         self.kinds &= ~NEXT
         run = self.run
-        record = (sequence, 0, NEXT, start, clock(), None, batch)
+        record = (0, 0, NEXT, start, clock(), None, batch)  # sequences are each thread's own
         stepper = run.stepper
         step = stepper.step if stepper is not None else None
         if step is None:

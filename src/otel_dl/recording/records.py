@@ -73,7 +73,7 @@ class Batch(NamedTuple):
 class Record(NamedTuple):
     """One event. On the hot path a plain tuple with these fields in this order (a NamedTuple costs 100 ns more).
 
-    `sequence` is counted by the thread, `parent` the sequence of the phase around it, 0 for the step itself. `kind` is
+    `sequence` is counted by the thread (0 in the step of another thread), `parent` the sequence of the phase around it, 0 for the step itself. `kind` is
     a `Kind`, or the name of a span that the user asked for. `start` and `end` are readings of `clock`; `error` the
     qualified name of the exception that left it.
     """

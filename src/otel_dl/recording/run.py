@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.trace import SpanContext
@@ -41,19 +42,19 @@ class Run:
         self.foreign_provider = False
         """Whether spans of the user's go to a provider that is not ours: it takes an unsampled parent at its word."""
         self.active = True
-        self._head = head
+        self.on_start: Callable[[], None] | None = None
 
         class Local(threading.local):
             def __init__(self, run: Run) -> None:
                 self.lane = Lane(run)
 
         self._local_type = Local
-        self._begin()
+        self._begin(head)
 
-    def _begin(self) -> None:
+    def _begin(self, head: Head) -> None:
         self.identity = Identity.read()
         self.began = time.time_ns()
-        self.keep = Keep(self._head)
+        self.keep = Keep(head)
         self.stepper: Lane | None = None
         """The thread whose optimizers bound steps; until one has stepped the main thread bounds them."""
         self.current: Step | None = None
@@ -73,13 +74,21 @@ class Run:
         self.dropped: Counter[str] = Counter()
         """Records and steps that were dropped, by reason."""
         self.local: Any = self._local_type(self)
+        """`local.lane`: the calling thread's recorder."""
 
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
-        self._begin()
+        self._begin(self.keep.head)
 
-    def on_start(self) -> None:
-        """Called once, when the first step begins. The instrumentor puts its start line here."""
+    def start(self) -> None:
+        """The first step, or the first loader with workers, begins: from now on there is something to export.
+
+        `on_start` connects with the SDK; it may replace `head` and `foreign_provider`.
+        """
+        if not self.started and self.active:
+            self.started = True
+            if self.on_start is not None:
+                self.on_start()
 
     # Opening and closing, called by the thread that bounds steps.
 
@@ -87,11 +96,9 @@ class Run:
         """A step that begins at `start` (ns of `clock`); its number is used up when it is closed."""
         if self.current is not None:
             self.cancel(self.current)
+        self.start()
         number = self.number
-        self.current = step = Step(number, start, batch, former, self._head.step(number))
-        if not self.started:
-            self.started = True
-            self.on_start()
+        self.current = step = Step(number, start, batch, former, self.keep.head.step(number))
         while self.pending:
             step.records.append(self.pending.popleft())
         self._enter(step)
@@ -99,7 +106,7 @@ class Run:
 
     def _enter(self, step: Step) -> None:
         step.link = context.users_span()
-        if step.link is not None or (self.foreign_provider and self._head.adaptive and not step.head):
+        if step.link is not None or (self.foreign_provider and self.keep.head.adaptive and not step.head):
             return
         step.span = StepSpan(self, step)
         context.attach(step.span)
@@ -149,11 +156,11 @@ class Run:
         return evaluation
 
     def close_evaluation(self, evaluation: Evaluation) -> None:
-        if self._head.off:
+        if self.keep.head.off:
             return
         if evaluation.error is not None:
             evaluation.reason = KeepReason.ERROR
-        elif self._head.other(self.evaluation_ids(evaluation)[0], SpanName.EVAL):
+        elif self.keep.head.other(self.evaluation_ids(evaluation)[0], SpanName.EVAL):
             evaluation.reason = KeepReason.HEAD
         else:
             return

@@ -1,0 +1,114 @@
+"""OpenTelemetry tracing for PyTorch training: one trace per step, over all workers, always on.
+
+    import otel_dl
+    otel_dl.instrument()
+
+is all that a training script needs; `opentelemetry-instrument python train.py` and `otel-dl run -- python train.py`
+need no change at all. Importing this package imports neither torch nor the OpenTelemetry SDK.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from otel_dl.version import __version__
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from otel_dl.recording.records import Step
+
+__all__ = ["__version__", "flush", "instrument", "keep", "span", "step", "uninstrument"]
+
+
+def instrument(**settings: Any) -> None:
+    """Switches tracing on, with the settings of `otel_dl.settings.Settings` as keywords (each has a variable too).
+
+    Where nobody has set up the OpenTelemetry SDK it is set up from the standard OTEL_* variables. May be called before
+    or after torch is imported and loaders, models and optimizers exist; a second call changes nothing. Never raises
+    over a wrong setting. The run lasts until `uninstrument()` or the end of the process.
+    """
+    from otel_dl.instrumentor import TorchInstrumentor
+
+    instrumentor = TorchInstrumentor()
+    if not instrumentor.is_instrumented_by_opentelemetry:
+        instrumentor.instrument(set_up_sdk="now", **settings)
+
+
+def uninstrument() -> None:
+    """Switches tracing off: what is kept is exported, every patched attribute is the object again that it was."""
+    from otel_dl.instrumentor import TorchInstrumentor
+
+    instrumentor = TorchInstrumentor()
+    if instrumentor.is_instrumented_by_opentelemetry:
+        instrumentor.uninstrument()
+
+
+def flush(timeout: float = 5.0) -> bool:
+    """Exports what is kept so far, in `timeout` seconds at most; whether everything left.
+
+    Unlike the SDK's `force_flush` it keeps its timeout whatever the exporter does.
+    """
+    from otel_dl import session
+
+    current = session.current()
+    return current.flush(timeout) if current is not None else True
+
+
+def keep() -> None:
+    """Exports the step that is open, whatever the sampler says (`dl.keep.reason` = `requested`)."""
+    from otel_dl import session
+
+    current = session.current()
+    if current is not None and current.run.current is not None:
+        current.run.current.requested = True
+
+
+class step:
+    """Bounds a step by hand, for loops whose shape says too little: `with otel_dl.step(global_step=n): …`.
+
+    From the first use in a thread on it alone bounds steps there. A batch taken since the last step belongs to it.
+    """
+
+    def __init__(self, global_step: int | None = None) -> None:
+        self._global_step = global_step
+        self._step: Step | None = None
+
+    def __enter__(self) -> None:
+        from otel_dl import session
+
+        current = session.current()
+        if current is not None:
+            self._lane = current.run.local.lane
+            self._step = self._lane.enter_step(self._global_step)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._step is not None:
+            self._lane.exit_step(self._step, error)
+
+
+class span:
+    """A span of one's own inside a step: `with otel_dl.span("augment"): …`. Recorded as cheaply as a phase.
+
+    Outside a step it is not recorded: there the OpenTelemetry API is the way.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._step: Step | None = None
+
+    def __enter__(self) -> None:
+        from otel_dl import session
+
+        current = session.current()
+        if current is not None:
+            self._lane = current.run.local.lane
+            self._step = self._lane.begin_span()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._step is not None:
+            self._lane.end_span(self._name, self._step, error)

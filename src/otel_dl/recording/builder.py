@@ -1,0 +1,167 @@
+"""The background thread that turns what is kept into spans and hands them to the sink.
+
+It polls: an event that the training thread sets costs that thread a wake-up of another one each step. It works in
+short turns and rests in proportion, because what it computes, the training thread waits for (the GIL).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from otel_dl.recording.records import Evaluation, Step
+from otel_dl.recording.spans import SpanBuilder
+from otel_dl.semconv import KeepReason
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from otel_dl.recording.records import Fetch
+    from otel_dl.recording.run import Run
+
+logger = logging.getLogger("otel_dl")
+
+POLL_S: Final = 0.2
+TURN_S: Final = 0.002
+"""Work done at a stretch; then a rest of REST times as long, unless the end of the process waits for it."""
+REST: Final = 19
+UNSEEN_S: Final = 0.05
+
+
+class Spans(Protocol):
+    """The sink, as the builder sees it."""
+
+    def offer(self, spans: Sequence[ReadableSpan]) -> None: ...
+
+
+class Batches(Protocol):
+    """The workers' reports, as the builder sees them."""
+
+    def drain(self, final: bool = False) -> None: ...
+    def take(self, key: tuple[str, int, int]) -> Fetch | None: ...
+    def expired(self) -> list[Fetch]: ...
+    def outside(self) -> list[ReadableSpan]: ...
+
+
+class Builder:
+    """Owns closed steps. `start` once the run has begun; `drain` from any thread, with a deadline."""
+
+    def __init__(self, run: Run, sink: Spans, batches: Batches, resource: Resource) -> None:
+        self._run = run
+        self._sink = sink
+        self._batches = batches
+        self._spans = SpanBuilder(run, resource, batches.take, os.getpid())
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._urgent = False
+        self._stopped = False
+        self._startup: Callable[[SpanBuilder], list[ReadableSpan]] | None = None
+        self._thread: threading.Thread | None = None
+        self._faulty = False
+
+    def start(self, startup: Callable[[SpanBuilder], list[ReadableSpan]]) -> None:
+        """Starts the thread; `startup` builds the run's first spans, and is called once the first step has ended."""
+        self._startup = startup
+        self._thread = threading.Thread(target=self._loop, name="otel-dl-builder", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._stopped:
+            self._wake.wait(POLL_S)
+            self._wake.clear()
+            worked = True
+            while worked and not self._stopped:
+                began = time.perf_counter()
+                with self._lock:
+                    worked = self._turn(began + TURN_S)
+                if worked and not self._urgent:
+                    self._wake.wait((time.perf_counter() - began) * REST)
+
+    def _turn(self, until: float) -> bool:
+        """Builds what is there, for a stretch of time; whether there was more."""
+        try:
+            self._batches.drain()
+            if self._startup is not None and self._run.first_step_end is not None:
+                self._begin_run()
+            closed = self._run.closed
+            while closed:
+                self._sink.offer(self._build(closed.popleft()))
+                if time.perf_counter() > until:
+                    return bool(closed)
+            self._leftovers()
+        except Exception as error:
+            self._fault(error)
+        return False
+
+    def _build(self, trace: Step | Evaluation) -> list[ReadableSpan]:
+        if isinstance(trace, Evaluation):
+            return self._spans.evaluation(trace)
+        return [*self._spans.step(trace), *trace.user_spans]
+
+    def _begin_run(self) -> None:
+        startup, self._startup = self._startup, None
+        if startup is not None and not self._run.keep.head.off:
+            self._sink.offer(startup(self._spans))
+
+    def _leftovers(self) -> None:
+        for fetch in self._batches.expired():
+            self._sink.offer(self._spans.fetch(fetch, KeepReason.HEAD, None, None))
+        outside = self._batches.outside()
+        if outside:
+            self._sink.offer(outside)
+
+    def drain(self, deadline: float, final: bool = False) -> bool:
+        """Builds everything that is closed now, until `deadline` (time.monotonic); whether it got through."""
+        self._urgent = True
+        self._wake.set()
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        try:
+            if final:
+                self._stopped = True
+            self._batches.drain(final)
+            if final and self._startup is not None and self._run.started:
+                self._begin_run()
+            closed = self._run.closed
+            while closed:
+                if time.monotonic() > deadline:
+                    return False
+                self._sink.offer(self._build(closed.popleft()))
+            self._leftovers()
+            return True
+        except Exception as error:
+            self._fault(error)
+            return False
+        finally:
+            self._urgent = False
+            self._lock.release()
+
+    def _fault(self, error: Exception) -> None:
+        self._run.dropped["fault"] += 1
+        if not self._faulty:
+            self._faulty = True
+            logger.warning("otel-dl: a fault of ours while building spans; that step is lost. Please report it.",
+                           exc_info=error)  # fmt: skip
+
+
+class NoBatches:
+    """Where no worker reports."""
+
+    dropped: Any = ()
+
+    def drain(self, final: bool = False) -> None:
+        return None
+
+    def take(self, key: tuple[str, int, int]) -> Fetch | None:
+        return None
+
+    def expired(self) -> list[Fetch]:
+        return []
+
+    def outside(self) -> list[ReadableSpan]:
+        return []

@@ -1,0 +1,227 @@
+"""Spans out of records: what a kept step, a stretch of evaluation, a batch or the start of the run looks like."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from otel_dl import semconv
+from otel_dl.recording import ids
+from otel_dl.recording.records import NAMES, Batch, Evaluation, Fetch, Kind, Record, Step, to_epoch_ns
+from otel_dl.semconv import KeepReason, SpanName, TraceKind
+from otel_dl.version import __version__
+
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+
+SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+_SCOPE = InstrumentationScope(semconv.SCOPE, __version__, semconv.SCHEMA_URL)
+_USER_SCOPE = InstrumentationScope(semconv.USER_SCOPE, __version__)
+
+Attributes = dict[str, Any]
+Take = Callable[[tuple[str, int, int]], "Fetch | None"]
+
+
+def _context(trace_id: int, span_id: int) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=SAMPLED)
+
+
+class SpanBuilder:
+    """Builds spans for one run, in one process. Times of records are readings of `clock`; spans have epoch ns."""
+
+    def __init__(self, run: Run, resource: Resource, take: Take, pid: int) -> None:
+        self._run = run
+        self._base = resource
+        self._resource = run.identity.resource(resource)
+        self._workers: dict[tuple[int, int], Resource] = {}
+        self._take = take
+        self._pid = pid
+        self._last: SpanContext | None = None
+        """The former kept step."""
+
+    # Traces.
+
+    def step(self, step: Step) -> list[ReadableSpan]:
+        """The spans of a kept step: `train.step` first, then its phases by start, then its batches' traces."""
+        run = self._run
+        trace_id, span_id = run.step_ids(step.number)
+        context = _context(trace_id, span_id)
+        records = [Record._make(record) for record in step.records]
+        # The context of the run's trace; the former kept step; a span of the user's around the step.
+        links = [Link(_context(*run.run_ids()))]
+        if self._last is not None:
+            links.append(Link(self._last))
+        if step.link is not None:
+            links.append(Link(step.link))
+        self._last = context
+        warm = step.number == 0
+        attributes = self._first(TraceKind.STEP, step.reason, step.dropped)
+        attributes["dl.step"] = step.number
+        attributes["is_warmup"] = warm
+        epoch = next((record.batch[1] for record in records if record.batch is not None), None)
+        if epoch is not None:
+            attributes["dl.epoch"] = epoch
+        if step.global_step is not None:
+            attributes["dl.global_step"] = step.global_step
+        if run.foreign_provider and step.span is not None and not step.head:
+            attributes["dl.user_spans"] = "not_recorded"
+        spans = [self._span(SpanName.STEP, context, None, step.start, step.end, attributes, step.error, links)]
+        self._phases(context, records, warm, step.reason, spans)
+        return spans
+
+    def evaluation(self, evaluation: Evaluation) -> list[ReadableSpan]:
+        """`train.eval`, from its first record's start to its last one's end, with what ran in it."""
+        context = _context(*self._run.evaluation_ids(evaluation))
+        records = [Record._make(record) for record in evaluation.records]
+        if not records:
+            return []
+        start, end = min(r.start for r in records), max(r.end for r in records)
+        attributes = self._first(TraceKind.EVAL, evaluation.reason, evaluation.dropped)
+        links = [Link(_context(*self._run.run_ids()))]
+        spans = [self._span(SpanName.EVAL, context, None, start, end, attributes, evaluation.error, links)]
+        self._phases(context, records, False, evaluation.reason, spans)
+        return spans
+
+    def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
+        """The trace of a batch that a worker read, linked to the `dataloader.next` that returned it where that is known,
+        with the user's own spans that were made meanwhile."""
+        parts = (fetch.nonce, TraceKind.BATCH, fetch.round, fetch.index)
+        context = _context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))
+        attributes = self._first(TraceKind.BATCH, reason, fetch.dropped)
+        if batch is not None:
+            attributes |= _batch_attributes(batch)
+        else:
+            attributes |= {"dl.batch.index": fetch.index, "dl.worker.id": fetch.worker, "dl.worker.pid": fetch.pid}
+        links = [Link(returned)] if returned is not None else []
+        span = self._span(
+            SpanName.FETCH, context, None, fetch.start, fetch.end, attributes, fetch.error, links,
+            self._worker(fetch.worker, fetch.pid),
+        )  # fmt: skip
+        return [span, *fetch.spans]
+
+    def startup(self, start: int, parts: dict[str, tuple[int, int]], error: str | None) -> list[ReadableSpan]:
+        """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
+        run = self._run
+        context = _context(*run.run_ids())
+        end = time.time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
+        attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
+        spans = [self._epoch_span(SpanName.STARTUP, context, run.remote, start, end, attributes, error, ())]
+        for ordinal, (name, times) in enumerate(parts.items(), 1):
+            child = _context(context.trace_id, self._ordinal(context.trace_id, ordinal))
+            spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
+        return spans
+
+    # Their parts.
+
+    def _phases(
+        self, root: SpanContext, records: list[Record], warm: bool, reason: str, spans: list[ReadableSpan]
+    ) -> None:
+        records.sort(key=lambda record: (record.start, record.sequence))
+        contexts = [
+            _context(root.trace_id, self._ordinal(root.trace_id, ordinal)) for ordinal in range(1, len(records) + 1)
+        ]
+        by_sequence = {record.sequence: context for record, context in zip(records, contexts, strict=True)}
+        batches = {record.sequence: Batch._make(record.batch) for record in records if record.batch is not None}
+        for record, context in zip(records, contexts, strict=True):
+            parent = by_sequence[record.parent] if record.parent in by_sequence and record.parent else root
+            attributes: Attributes = {}
+            links: list[Link] = []
+            fetched: Fetch | None = None
+            if type(record.kind) is str:
+                name, scope = record.kind, _USER_SCOPE
+            else:
+                name, scope = NAMES[record.kind], _SCOPE
+                if record.kind != Kind.FETCH:
+                    attributes["is_warmup"] = warm
+            batch = Batch._make(record.batch) if record.batch is not None else None
+            if record.kind == Kind.FETCH:
+                batch = batches.get(record.parent)
+            if batch is not None:
+                attributes |= _batch_attributes(batch)
+                if record.kind == Kind.NEXT and batch.worker is not None:
+                    fetched = self._take((batch.nonce, batch.round, batch.index))
+                    if fetched is not None:
+                        attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
+                        attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
+                        parts = (batch.nonce, TraceKind.BATCH, batch.round, batch.index)
+                        links.append(Link(_context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))))
+            span = self._span(
+                name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope
+            )
+            spans.append(span)
+            if fetched is not None and batch is not None:
+                spans.extend(self.fetch(fetched, reason, batch, context))
+
+    def _first(self, kind: str, reason: str, dropped: int) -> Attributes:
+        identity = self._run.identity
+        return {
+            "dl.run.id": identity.run,
+            "dl.run.attempt": identity.attempt,
+            "dl.rank": identity.rank,
+            "dl.local_rank": identity.local_rank,
+            "dl.world_size": identity.world_size,
+            "dl.trace.kind": kind,
+            "dl.keep": reason != KeepReason.HEAD,
+            "dl.keep.reason": reason,
+            "otel_dl.dropped": dropped,
+        }
+
+    def _ordinal(self, trace_id: int, ordinal: int) -> int:
+        return ids.span_id(f"{trace_id:032x}", self._run.identity.rank, self._pid, ordinal)
+
+    def _worker(self, worker: int, pid: int) -> Resource:
+        resource = self._workers.get((worker, pid))
+        if resource is None:
+            if len(self._workers) > 256:
+                self._workers.clear()
+            resource = self._run.identity.resource(self._base, worker, pid)
+            self._workers[worker, pid] = resource
+        return resource
+
+    def _span(
+        self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
+        attributes: Attributes, error: str | None, links: Sequence[Link],
+        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE,
+    ) -> ReadableSpan:  # fmt: skip
+        return self._epoch_span(
+            name, context, parent, to_epoch_ns(start), to_epoch_ns(end), attributes, error, links, resource, scope
+        )
+
+    def _epoch_span(
+        self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
+        attributes: Attributes, error: str | None, links: Sequence[Link],
+        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE,
+    ) -> ReadableSpan:  # fmt: skip
+        if error is not None:
+            attributes["error.type"] = error
+        return ReadableSpan(
+            name,
+            context,
+            parent,
+            resource or self._resource,
+            attributes,
+            (),
+            links,
+            SpanKind.INTERNAL,
+            status=Status(StatusCode.UNSET if error is None else StatusCode.ERROR),
+            start_time=start,
+            end_time=end,
+            instrumentation_scope=scope,
+        )
+
+
+def _batch_attributes(batch: Batch) -> Attributes:
+    attributes: Attributes = {"dl.loader.id": batch.loader, "dl.batch.index": batch.index}
+    if batch.worker is not None:
+        attributes["dl.worker.id"] = batch.worker
+        attributes["dl.worker.pid"] = batch.pid
+        attributes["dl.worker.start_method"] = batch.start_method
+    return attributes
+

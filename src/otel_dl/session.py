@@ -1,0 +1,193 @@
+"""One instrumented stretch of a process: run, patches, builder, sink and the end of the process, put together.
+
+Here, and only here, the rooms meet. Until the first step (or the first loader with workers) begins nothing is
+connected and no thread exists: helper processes that merely import torch stay as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import Any, Literal
+
+import wrapt
+
+from otel_dl import startup
+from otel_dl.export.provider import Connection, connect
+from otel_dl.lifecycle import Ending
+from otel_dl.patches import processes, training
+from otel_dl.patches import dataloader as dataloader_patches
+from otel_dl.patches._patching import Patches
+from otel_dl.recording.builder import Builder
+from otel_dl.recording.keep import AdaptiveHead
+from otel_dl.recording.lane import error_name
+from otel_dl.recording.run import Run
+from otel_dl.recording.spans import SpanBuilder
+from otel_dl.settings import Settings
+from otel_dl.version import __version__
+from otel_dl.workers.relay import Relay
+
+SetUp = Literal["now", "late", "never"]
+"""Whether otel-dl sets up the SDK where nobody has: at once, when the first step begins, or not at all."""
+
+logger = logging.getLogger("otel_dl")
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """The session that is on in this process, None where there is none."""
+    return _current
+
+
+def begin(*, set_up_sdk: SetUp, **keywords: Any) -> None:
+    """Starts a session unless a setting says otherwise."""
+    global _current
+    settings = Settings.read(**keywords)
+    if not settings.enabled or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return
+    _current = Session(settings, keywords, set_up_sdk)
+    _current.install()
+
+
+def end() -> None:
+    """Ends the session: exports what is kept and takes every patch back."""
+    global _current
+    session, _current = _current, None
+    if session is not None:
+        session.uninstall()
+
+
+def _after_fork_in_child() -> None:
+    if _current is not None:
+        _current.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class Session:
+    """What `instrument()` starts and `uninstrument()` ends."""
+
+    def __init__(self, settings: Settings, keywords: dict[str, Any], set_up_sdk: SetUp) -> None:
+        self.settings = settings
+        self.keywords = keywords
+        self.set_up_sdk = set_up_sdk
+        self.run = Run(settings, AdaptiveHead())
+        self.relay = Relay(self.run)
+        self._connection: Connection | None = None
+        self._builder: Builder | None = None
+        self._patches: list[Patches] = []
+        self._ending = Ending(self._end, settings)
+        self._error: BaseException | None = None
+        self.run.on_start = self._start
+
+    # Patches.
+
+    def install(self) -> None:
+        if self.set_up_sdk == "now":
+            self._connect()
+        startup.import_torch.install()
+        wrapt.register_post_import_hook(self._torch_imported, "torch")
+
+    def _torch_imported(self, torch: Any) -> None:
+        startup.import_torch.uninstall()
+        if not self.run.active:
+            return
+        installers = {
+            **training.INSTALLERS,
+            "dataloader": lambda run, patches: dataloader_patches.install(run, patches, self.relay),
+            "processes": lambda run, patches: processes.install(run, patches, self.keywords, self.set_up_sdk),
+        }
+        for target, install in installers.items():
+            patches = Patches(target)
+            try:
+                install(self.run, patches)
+            except Exception:
+                patches.restore()
+                logger.warning(
+                    "otel-dl: torch %s lacks what the instrumentation of %s needs; that part is off.",
+                    getattr(torch, "__version__", "?"),
+                    target,
+                    exc_info=True,
+                )
+                continue
+            self._patches.append(patches)
+
+    # The run.
+
+    def _connect(self) -> Connection:
+        if self._connection is None:
+            self._connection = connection = connect(self.settings, lambda: self.run, set_up=self.set_up_sdk != "never")
+            self.run.keep.head = connection.head
+            self.run.foreign_provider = connection.foreign
+            self.run.remote = connection.remote
+        return self._connection
+
+    def _start(self) -> None:
+        """The first step begins."""
+        connection = self._connect()
+        self._ending.install()
+        if self.run.keep.head.off:
+            return
+        self._builder = Builder(self.run, connection.sink, self.relay, connection.resource)
+        self._builder.start(self._startup)
+        if self.run.identity.rank == 0:
+            self._start_line(connection)
+
+    def _start_line(self, connection: Connection) -> None:
+        where = connection.where
+        if self.settings.jaeger_url:
+            where += f", {self.settings.jaeger_url.rstrip('/')}/trace/{self.run.run_ids()[0]:032x}"
+        print(
+            f"otel-dl {__version__}: run {self.run.identity.run}, traces to {where}; OTEL_DL_ENABLED=false switches it off",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _startup(self, spans: SpanBuilder) -> list[Any]:
+        ended = self._error if self.run.first_step_end is None else None
+        return spans.startup(startup.process_start_ns(), startup.parts(), error_name(ended) if ended else None)
+
+    def flush(self, timeout: float) -> bool:
+        """Exports what is kept so far within `timeout` seconds; whether everything left."""
+        deadline = time.monotonic() + timeout
+        if self._builder is None or self._connection is None:
+            return True
+        return self._builder.drain(deadline) and self._connection.sink.flush(deadline)
+
+    def _end(self, delay: float, error: BaseException | None) -> None:
+        """The process ends: what is kept leaves within `delay` seconds."""
+        deadline = time.monotonic() + delay
+        self._finish(deadline, error)
+        if self._connection is not None:
+            self._connection.sink.close(deadline)
+
+    def _finish(self, deadline: float, error: BaseException | None = None) -> None:
+        self._error = error
+        self.run.finish(error)
+        if self._builder is not None:
+            self._builder.drain(deadline, final=True)
+
+    def uninstall(self) -> None:
+        deadline = time.monotonic() + self.settings.exit_delay
+        for patches in reversed(self._patches):
+            patches.restore()
+        startup.import_torch.uninstall()
+        self._finish(deadline)
+        self.run.active = False
+        self.relay.close()
+        self._ending.uninstall()
+        if self._connection is not None:
+            self._connection.sink.flush(deadline)
+
+    def after_fork(self) -> None:
+        """In a forked child: a run of its own, none of the parent's threads, records, spans, pipes or signals."""
+        self._ending.after_fork()
+        self.run.restart()
+        self.relay.after_fork()
+        self._builder = None
+        if self._connection is not None:
+            self._connection.sink.after_fork()
