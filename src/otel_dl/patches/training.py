@@ -40,7 +40,10 @@ def phase(run: Run, patches: Patches, kind: int, original: Callable[..., Any]) -
         except BaseException as error:
             _ended(patches, lane.end, kind, error)
             raise
-        _ended(patches, lane.end, kind)
+        try:
+            lane.end(kind)
+        except Exception as error:
+            patches.fault(error)
         return result
 
     return wrapper
@@ -90,7 +93,10 @@ def install_forward(run: Run, patches: Patches) -> None:
         except BaseException as error:
             _ended(patches, lane.end, FORWARD, error)
             raise
-        _ended(patches, lane.end, FORWARD)
+        try:
+            lane.end(FORWARD)
+        except Exception as error:
+            patches.fault(error)
         return result
 
     patches.replace(module, "__call__", __call__)
@@ -181,7 +187,10 @@ def install_optimizer(run: Run, patches: Patches) -> None:
             except BaseException as error:
                 _ended(patches, lane.end_optimizer, optimizer, error)
                 raise
-            _ended(patches, lane.end_optimizer, optimizer)
+            try:
+                lane.end_optimizer(optimizer)
+            except Exception as error:
+                patches.fault(error)
             return result
 
         return step

@@ -1,70 +1,90 @@
 """The OpenTelemetry context during a step: a span that stands for the step while it is open, and for nothing after.
 
 Nothing has to be taken back at the right moment: a context that outlives its step, because a user's `with` put it
-back, or a thread kept a copy, answers with what was there before the step.
+back, or a thread kept a copy, answers with what was there before the step. Ids are settled by the first question: while
+nobody has asked, one span may stand for one ordinary step after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Final
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.context import (
+    _RUNTIME_CONTEXT,  # pyright: ignore[reportPrivateUsage]
     _SUPPRESS_INSTRUMENTATION_KEY,  # pyright: ignore[reportPrivateUsage]
     Context,
 )
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
+from opentelemetry.trace import INVALID_SPAN, NonRecordingSpan, Span, SpanContext, TraceFlags
+from opentelemetry.trace.propagation import _SPAN_KEY  # pyright: ignore[reportPrivateUsage]
 
-_PLAIN_SUPPRESS_KEY: Final = "suppress_instrumentation"
+SUPPRESSED: Final = _SUPPRESS_INSTRUMENTATION_KEY
+"""Set in the context under `suppress_instrumentation()`, and in the threads of the SDK that export."""
+
+
+# The variable itself where the default runtime context holds one (opentelemetry/context/contextvars_context.py, 1.30 to
+# 1.45): a step asks for the context a dozen times, and each layer of functions above it costs a quarter microsecond.
+_variable = getattr(_RUNTIME_CONTEXT, "_current_context", None)
+get_current: Final[Callable[[], Context]] = (
+    _variable.get if isinstance(_variable, ContextVar) else context_api.get_current  # pyright: ignore
+)
+set_current: Final[Callable[[Context], object]] = (
+    _variable.set if isinstance(_variable, ContextVar) else context_api.attach  # pyright: ignore
+)
 
 
 class DerivedSpan(NonRecordingSpan):
     """A span of otel-dl's in the context: its ids are derived when somebody asks for them, and only while it is open.
 
-    `outer` is the context that it covers.
+    `outer` is the context that it covers. `sampled` becomes the flag of what it hands out.
     """
 
-    def __init__(self, trace_id: int, span_id: int, sampled: bool, outer: Context) -> None:
-        flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
-        super().__init__(SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags))
+    open = True
+    asked: SpanContext | None = None
+
+    def __init__(self, sampled: bool, outer: Context) -> None:
+        # Not super().__init__: its SpanContext is made when somebody asks, which most steps are never asked.
+        self.sampled = sampled
         self.outer = outer
-        self.open = True
+
+    def ids(self) -> tuple[int, int]:
+        """(trace id, span id)."""
+        raise NotImplementedError
 
     def get_span_context(self) -> SpanContext:
-        if self.open:
-            return super().get_span_context()
-        return trace.get_current_span(self.outer).get_span_context()
-
-
-def users_span() -> SpanContext | None:
-    """The context of the recording span of the user's that is current, None where there is none."""
-    span = trace.get_current_span()
-    return span.get_span_context() if span.is_recording() else None
+        if not self.open:
+            return trace.get_current_span(self.outer).get_span_context()
+        if self.asked is None:
+            trace_id, span_id = self.ids()
+            flags = TraceFlags(TraceFlags.SAMPLED if self.sampled else TraceFlags.DEFAULT)
+            self.asked = SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)
+        return self.asked
 
 
 def attach(span: DerivedSpan) -> None:
-    context_api.attach(trace.set_span_in_context(span, span.outer))
+    set_current(Context({**span.outer, _SPAN_KEY: span}))
 
 
 def detach(span: DerivedSpan) -> None:
     """Closes `span`, and takes it out of the context where it is still the current one."""
     span.open = False
-    if trace.get_current_span() is span:
-        context_api.attach(span.outer)
+    if get_current().get(_SPAN_KEY) is span:
+        set_current(span.outer)
 
 
-def outer_context() -> Context:
-    """The current context without spans of ours that a user's `with` left behind."""
-    context = context_api.get_current()
-    span: Span = trace.get_current_span(context)
+def current() -> tuple[Context, Span]:
+    """The current context and its span, without spans of ours that a user's `with` left behind."""
+    context = get_current()
+    span: object = context.get(_SPAN_KEY)
     while isinstance(span, DerivedSpan) and not span.open:
         context = span.outer
-        span = trace.get_current_span(context)
-    return context
+        span = context.get(_SPAN_KEY)
+    return context, span if isinstance(span, Span) else INVALID_SPAN
 
 
 def suppressed() -> bool:
-    """Whether `suppress_instrumentation()` holds here (as `is_instrumentation_enabled()`, at a third of its cost)."""
-    context = context_api.get_current()
-    return bool(context.get(_SUPPRESS_INSTRUMENTATION_KEY) or context.get(_PLAIN_SUPPRESS_KEY))
+    """Whether `suppress_instrumentation()` holds here."""
+    return bool(get_current().get(SUPPRESSED))

@@ -67,22 +67,51 @@ class NeverHead:
 
 
 class SlowSteps:
-    """Tells a slow step: over 3 times the 99th percentile of the last 1,000 steps, from 100 on."""
+    """Tells a slow step: over 3 times the 99th percentile of the last 1,000 steps, from 100 on.
+
+    Exact, and cheap for the ordinary step: durations are sorted in some at a time. `_surely_not` is what the limit
+    can't have fallen below meanwhile, for each new duration moves a percentile down by one rank at most.
+    """
+
+    TOGETHER: Final = 32
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._new: list[int] = []
+        self._surely_not = 0
+
+    def ordinary(self, duration: int) -> bool:
+        """Whether `duration` is certainly not slow; then it belongs to the history. False says nothing: ask `add`."""
+        new = self._new
+        if duration > self._surely_not or len(new) == self.TOGETHER:
+            return False
+        new.append(duration)
+        return True
 
     def add(self, duration: int) -> bool:
         """Whether `duration` (ns) is slow against the steps before; it belongs to the history from now on."""
-        ordered = self._sorted
-        count = len(ordered)
-        slow = count >= SLOW_FROM and duration > SLOW_FACTOR * ordered[count * 99 // 100]
-        if count == SLOW_HISTORY:
-            del ordered[bisect_left(ordered, self._recent.popleft())]
-        self._recent.append(duration)
-        insort(ordered, duration)
+        new = self._new
+        slow = False
+        if duration > self._surely_not or len(new) == self.TOGETHER:
+            self._sort_in()
+            ordered = self._sorted
+            count = len(ordered)
+            slow = count >= SLOW_FROM and duration > SLOW_FACTOR * ordered[count * 99 // 100]
+        new.append(duration)
         return slow
+
+    def _sort_in(self) -> None:
+        ordered = self._sorted
+        for duration in self._new:
+            if len(ordered) == SLOW_HISTORY:
+                del ordered[bisect_left(ordered, self._recent.popleft())]
+            self._recent.append(duration)
+            insort(ordered, duration)
+        self._new.clear()
+        rank = len(ordered) * 99 // 100 - self.TOGETHER
+        if len(ordered) >= SLOW_FROM:
+            self._surely_not = SLOW_FACTOR * ordered[max(0, rank)] if rank > 0 else 0
 
 
 class Keep:
@@ -92,14 +121,16 @@ class Keep:
         self.head = head
         self.kept: Counter[str] = Counter()
         self.capped: Counter[str] = Counter()
-        self._slow = SlowSteps()
+        self.slow = SlowSteps()
         self._recent: dict[str, deque[int]] = {
             reason: deque(maxlen=CAP_PER_MINUTE) for reason in (KeepReason.SLOW, KeepReason.WARMUP)
         }
 
     def decide(self, step: Step) -> str:
         """The reason for which `step` is exported, empty where it is not: the first that holds."""
-        slow = self._slow.add(step.end - step.start)
+        slow = self.slow.add(step.end - step.start)
+        if step.number and step.error is None and not (slow or step.head or step.requested):
+            return ""
         if self.head.off:
             return ""
         reason = ""

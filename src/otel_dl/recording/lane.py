@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from otel_dl.recording import context
+from otel_dl.recording.context import SUPPRESSED, get_current
 from otel_dl.recording.records import Batch, Evaluation, Kind, Segment, Step, clock
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def error_name(error: BaseException) -> str:
 class Lane:
     """One thread's recorder. `begin_*` returns 0 where the event is not recorded: then `end` must not be called."""
 
-    __slots__ = ("_evaluation", "_explicit", "_main", "_sequence", "_stack", "_thread", "former", "kinds", "run", "step")
+    __slots__ = ("_evaluation", "_explicit", "_main", "_capacity", "_sequence", "_stack", "_thread", "former", "kinds", "run", "step")
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -52,6 +53,7 @@ class Lane:
         self._stack: list[tuple[int, int, int]] = []
         """(sequence, parent, start) of each open phase."""
         self._sequence = 0
+        self._capacity = run.settings.step_records
         self._evaluation: Evaluation | None = None
         self._explicit = False
         """Whether `otel_dl.step()` was used in this thread: from then on it alone bounds steps."""
@@ -65,29 +67,42 @@ class Lane:
         kinds = self.kinds
         if kinds & kind:
             return 0
-        if not kinds and not self._outermost(kind):
-            return 0
+        if not kinds:
+            step = self.step
+            if (step is None or not step.settled or get_current().get(SUPPRESSED)) and not self._outermost(kind):
+                return 0
         self.kinds = kinds | kind
-        return self._push(clock())
+        self._sequence = sequence = self._sequence + 1
+        stack = self._stack
+        stack.append((sequence, stack[-1][0] if stack else 0, clock()))
+        return sequence
 
     def begin_forward(self, trains: bool | None) -> int:
         """A root forward begins; `trains` is None for one that says nothing (a loss module without parameters)."""
+        if trains:
+            return self.begin(FORWARD)
         if self.kinds & FORWARD:
             return 0
-        if not self.kinds and not (self._outermost(FORWARD) if trains else self._without_training(trains)):
+        if not self.kinds and not self._without_training(trains):
             return 0
         self.kinds |= FORWARD
         return self._push(clock())
 
     def begin_optimizer(self, optimizer: int) -> int:
         """The outermost `step()` of the optimizer with this id begins."""
-        if self.kinds & OPTIMIZER:
+        kinds = self.kinds
+        if kinds & OPTIMIZER:
             return 0
-        if not self.kinds and not self._outermost(OPTIMIZER):
-            return 0
-        self.stepping(optimizer)
-        self.kinds |= OPTIMIZER
-        return self._push(clock())
+        step = self.step
+        if step is None or not step.settled or self.run.stepper is not self or get_current().get(SUPPRESSED):
+            if not kinds and not self._outermost(OPTIMIZER):
+                return 0
+            self.stepping(optimizer)
+        self.kinds = kinds | OPTIMIZER
+        self._sequence = sequence = self._sequence + 1
+        stack = self._stack
+        stack.append((sequence, stack[-1][0] if stack else 0, clock()))
+        return sequence
 
     def _push(self, start: int) -> int:
         stack = self._stack
@@ -111,8 +126,9 @@ class Lane:
             return
         if name is not None and not self.kinds and step.error is None:
             step.error = name
-        if len(step.records) < self.run.settings.step_records:
-            step.records.append((sequence, parent, kind, start, end, name, batch))
+        records = step.records
+        if len(records) < self._capacity:
+            records.append((sequence, parent, kind, start, end, name, batch))
         else:
             step.dropped += 1
 
@@ -123,8 +139,11 @@ class Lane:
 
     def end_optimizer(self, optimizer: int, error: BaseException | None = None) -> None:
         self.end(OPTIMIZER, error)
-        if error is None:
-            self.stepped(optimizer)
+        step = self.step
+        if error is None and step is not None:
+            step.stepped = True
+            if not (step.settled and optimizer in step.former):
+                self.stepped(optimizer)
 
     # Where optimizers bound steps.
 
@@ -146,7 +165,7 @@ class Lane:
         step = self.step
         if step is not None and self.run.stepper is self:
             step.stepped = True
-            step.optimizers.add(optimizer)
+            step.optimizers = step.optimizers | {optimizer}
             step.boundary = None
 
     def _another_trains(self) -> bool:
@@ -177,7 +196,7 @@ class Lane:
     def _split(self, step: Step, index: int, start: int) -> None:
         tail = step.records[index:]
         del step.records[index:]
-        self.former = frozenset(step.optimizers)
+        self.former = step.optimizers
         self.step = fresh = self.run.reopen(step, start, self.former)
         fresh.records.extend(tail)
         fresh.boundary = (0, start)
@@ -192,7 +211,7 @@ class Lane:
     def _outermost(self, kind: int) -> bool:
         """A phase of training begins outside any other: whether it is recorded, and the step it belongs to."""
         run = self.run
-        if not run.active or context.suppressed():
+        if not run.active or get_current().get(SUPPRESSED):
             return False
         step = self.step
         if step is None:
@@ -210,12 +229,11 @@ class Lane:
             elif step.boundary is None:
                 step.boundary = (len(step.records), clock())
         if kind != SCHEDULER:
-            if step.following != TRAIN:
-                step.following = TRAIN
-                if self._evaluation is not None:
-                    self._close_evaluation()
-            if step.sources:
-                step.sources = []
+            step.following = TRAIN
+            step.sources = ()
+            step.settled = step.batch and not self._explicit
+            if self._evaluation is not None:
+                self._close_evaluation()
         return True
 
     def _without_training(self, trains: bool | None) -> bool:
@@ -240,19 +258,26 @@ class Lane:
             return 0
         run = self.run
         if not self.kinds:
-            if not run.active or context.suppressed():
+            if not run.active or get_current().get(SUPPRESSED):
                 return 0
             start = clock()
-            self._boundary(start, loader, iterator)
+            step = self.step
+            if not (
+                step is not None and step.stepped and step.settled and run.stepper is self and run.advance(step, start)
+            ):
+                self._boundary(start, loader, iterator)
         else:
             start = clock()
         self.kinds |= NEXT
-        return self._push(start)
+        self._sequence = sequence = self._sequence + 1
+        stack = self._stack
+        stack.append((sequence, stack[-1][0] if stack else 0, start))
+        return sequence
 
     def _boundary(self, start: int, loader: int, iterator: int) -> None:
         """Ends the step where it is done, moves evaluation out, and begins one where none is open."""
         step = self.step
-        if self._another_trains():
+        if self.run.stepper is not self and self._another_trains():
             if step is not None:
                 # Read before that thread's first optimizer step told who trains.
                 self.run.pending.extend((0, 0, *record[2:]) for record in step.records if record[2] == NEXT)
@@ -266,20 +291,21 @@ class Lane:
             if self._explicit and step.following == TRAIN:
                 self._cancel(step)
                 step = None
-            elif step.done:
+            elif step.stepped or step.error is not None:
                 self._close_step(step, start)
                 step = None
             elif not step.records:
                 step.start = start
         if step is None:
-            self.step = step = self._open(start, batch=True)
+            self.step = self._open(start, batch=True)
+            return
         step.batch = True
         if step.following != NOTHING:
-            step.segment, step.following = len(step.records), NOTHING
+            step.segment, step.following, step.settled = len(step.records), NOTHING, False
         elif step.sources and any(known == loader and source != iterator for known, source in step.sources):
             # A batch of an earlier iterator that nothing followed: it was left behind, not prefetched.
             del step.records[step.segment :]
-            step.sources = []
+            step.sources = ()
             if not step.records:
                 step.start = start
 
@@ -290,8 +316,8 @@ class Lane:
             self._end_elsewhere(batch)
             return
         self.end(NEXT, None, batch)
-        if not self.kinds:
-            step.sources.append((loader, iterator))
+        if not self.kinds and not step.explicit:
+            step.sources += ((loader, iterator),)
 
     def _end_elsewhere(self, batch: Batch | None) -> None:
         """A batch that this thread reads for the one that trains."""
@@ -333,7 +359,7 @@ class Lane:
         del step.records[step.segment :]
         evaluation.records.extend(moved[:room])
         evaluation.dropped += max(0, len(moved) - room)
-        step.sources = []
+        step.sources = ()
         step.following = NOTHING
 
     def _close_evaluation(self) -> None:
@@ -358,7 +384,7 @@ class Lane:
     # Steps.
 
     def _open(self, start: int, batch: bool) -> Step:
-        if self.bounds:
+        if self.run.stepper is self or self.bounds:
             return self.run.open(start, batch, self.former)
         return Step(0, start, batch, self.former, head=False)
 
@@ -368,9 +394,10 @@ class Lane:
             self.run.cancel(step)
 
     def _close_step(self, step: Step, end: int) -> None:
-        self.former = frozenset(step.optimizers)
+        # Where batches bound steps, an optimizer that is known already is not looked up again (end_optimizer).
+        self.former = step.former | step.optimizers if step.settled and step.optimizers else step.optimizers or step.former
         self.step = None
-        if self.bounds:
+        if self.run.stepper is self or self.bounds:
             self.run.close(step, end)
 
     def finish(self, error: BaseException | None = None) -> None:

@@ -112,60 +112,45 @@ class Segment(IntFlag):
 
 
 class Step:
-    """A step while it is open, and what is left of it afterwards."""
+    """A step while it is open, and what is left of it afterwards.
 
-    __slots__ = (
-        "batch",
-        "boundary",
-        "dropped",
-        "end",
-        "error",
-        "explicit",
-        "following",
-        "former",
-        "global_step",
-        "head",
-        "link",
-        "number",
-        "optimizers",
-        "reason",
-        "records",
-        "requested",
-        "segment",
-        "sources",
-        "span",
-        "start",
-        "stepped",
-        "user_spans",
-    )
+    Most attributes keep their class's value in most steps, which is what makes a step cheap to begin.
+    """
+
+    end = 0
+    dropped = 0
+    error: str | None = None
+    stepped = False
+    settled = False
+    """Whether nothing that begins now can change what kind of step this is: its phases are simply recorded."""
+    optimizers: frozenset[int] = frozenset()
+    """The optimizers (by id) that stepped; only those are complete of which the former step did not have all."""
+    boundary: tuple[int, int] | None = None
+    """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
+    segment = 0
+    """Index of the record with which the batch in hand began."""
+    following: int = Segment.NOTHING
+    sources: tuple[tuple[int, int], ...] = ()
+    """(loader, iterator) of the batches in hand that nothing followed yet."""
+    global_step: int | None = None
+    explicit = False
+    requested = False
+    reason = ""
+    span: StepSpan | None = None
+    context: object = None
+    """The OpenTelemetry context that was current when it had begun."""
+    link: SpanContext | None = None
+    """The user's span that was current when it began."""
 
     def __init__(self, number: int, start: int, batch: bool, former: frozenset[int], head: bool) -> None:
         self.number = number
         self.start = start
-        self.end = 0
         self.batch = batch
         """Whether it began with a batch; without, optimizers bound it."""
-        self.head = head
-        self.records: list[tuple[Any, ...]] = []
-        self.dropped = 0
-        self.error: str | None = None
-        self.stepped = False
-        self.optimizers: set[int] = set()
         self.former = former
         """The optimizers (by id) that stepped in the step before."""
-        self.boundary: tuple[int, int] | None = None
-        """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
-        self.segment = 0
-        """Index of the record with which the batch in hand began."""
-        self.following: int = Segment.NOTHING
-        self.sources: list[tuple[int, int]] = []
-        """(loader, iterator) of the batches in hand that nothing followed yet."""
-        self.global_step: int | None = None
-        self.explicit = False
-        self.requested = False
-        self.reason = ""
-        self.span: StepSpan | None = None
-        self.link: SpanContext | None = None
+        self.head = head
+        self.records: list[tuple[Any, ...]] = []
         self.user_spans: list[ReadableSpan] = []
 
     @property

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
@@ -96,20 +97,59 @@ class Run:
         """A step that begins at `start` (ns of `clock`); its number is used up when it is closed."""
         if self.current is not None:
             self.cancel(self.current)
-        self.start()
+        if not self.started:
+            self.start()
         number = self.number
         self.current = step = Step(number, start, batch, former, self.keep.head.step(number))
-        while self.pending:
-            step.records.append(self.pending.popleft())
-        self._enter(step)
+        if self.pending:
+            step.records.extend(self.pending)
+            self.pending.clear()
+        outer, span = context.current()
+        if span.is_recording():
+            step.link = span.get_span_context()
+        elif step.head or not self.leaves_context:
+            step.span = span = StepSpan(self, step, outer)
+            context.attach(span)
+        step.context = context.get_current()
         return step
 
-    def _enter(self, step: Step) -> None:
-        step.link = context.users_span()
-        if step.link is not None or (self.foreign_provider and self.keep.head.adaptive and not step.head):
-            return
-        step.span = StepSpan(self, step)
-        context.attach(step.span)
+    @property
+    def leaves_context(self) -> bool:
+        """Whether the context of a step that the head does not keep is left alone: an unsampled parent would take the
+        user's own spans away from a provider of theirs that samples everything."""
+        return self.foreign_provider and self.keep.head.adaptive
+
+    def advance(self, step: Step, start: int) -> bool:
+        """Makes `step`, which ends at `start`, the next one, where nobody keeps it and nobody knows its ids.
+
+        That is the ordinary case, and the hot one: closing it and opening another costs three times as much. Where it
+        is not the ordinary case nothing is done, and False returned.
+        """
+        keep = self.keep
+        span = step.span
+        number = step.number + 1
+        head = keep.head.step(number)
+        if (
+            step.head
+            or step.error is not None
+            or step.requested
+            or number == 1
+            or step.link is not None
+            or (span.asked is not None if span is not None else head)
+            or context.get_current() is not step.context
+            or self.pending
+            or not keep.slow.ordinary(start - step.start)
+        ):
+            return False
+        self.number = step.number = number
+        step.start = start
+        step.head = head
+        if span is not None:
+            span.sampled = head
+        step.records.clear()
+        step.stepped = step.settled = False
+        step.dropped = step.segment = step.following = 0
+        return True
 
     def reopen(self, step: Step, start: int, former: frozenset[int]) -> Step:
         """The step after `step`, which is closed at `start`."""
@@ -122,8 +162,10 @@ class Run:
         self._leave(step)
 
     def _leave(self, step: Step) -> None:
-        if step.span is not None:
-            context.detach(step.span)
+        span = step.span
+        if span is not None:
+            context.detach(span)
+            span.step = None  # no reference cycle: steps must not be work for the garbage collector
 
     def close(self, step: Step, end: int) -> None:
         """Ends `step` and hands it to the builder where it is kept."""
@@ -133,16 +175,20 @@ class Run:
         if self.first_step_end is None:
             self.first_step_end = end
         self._leave(step)
-        step.reason = reason = self.keep.decide(step)
-        if step.span is not None and step.span.asked is not None:
-            trace_id = step.span.asked.trace_id
-            self.undecided.pop(trace_id, None)
-            if reason:
-                self.recent[trace_id] = None
-                if len(self.recent) > RECENT_STEPS:
-                    del self.recent[next(iter(self.recent))]
+        reason = self.keep.decide(step)
+        span = step.span
+        if span is not None and span.asked is not None:
+            self._decided(span.asked.trace_id, reason)
         if reason:
+            step.reason = reason
             self._hand_over(step)
+
+    def _decided(self, trace_id: int, reason: str) -> None:
+        self.undecided.pop(trace_id, None)
+        if reason:
+            self.recent[trace_id] = None
+            if len(self.recent) > RECENT_STEPS:
+                del self.recent[next(iter(self.recent))]
 
     def _hand_over(self, trace: Step | Evaluation) -> None:
         if len(self.closed) < WAITING_STEPS:
@@ -192,20 +238,17 @@ class Run:
 
 
 class StepSpan(context.DerivedSpan):
-    """Stands for a step in the context; ids are derived at the first question, which most steps are never asked."""
+    """Stands for a step in the context."""
 
-    def __init__(self, run: Run, step: Step) -> None:
-        super().__init__(0, 0, step.head, context.outer_context())
+    def __init__(self, run: Run, step: Step, outer: Context) -> None:
+        self.sampled = step.head
+        self.outer = outer
         self._run = run
-        self._step = step
-        self.asked: SpanContext | None = None
+        self.step: Step | None = step
 
-    def get_span_context(self) -> SpanContext:
-        if not self.open:
-            return super().get_span_context()
-        if self.asked is None:
-            trace_id, span_id = self._run.step_ids(self._step.number)
-            flags = super().get_span_context().trace_flags
-            self.asked = SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)
-            self._run.undecided[trace_id] = self._step
-        return self.asked
+    def ids(self) -> tuple[int, int]:
+        step = self.step
+        assert step is not None, "asked while it is open"
+        trace_id, span_id = self._run.step_ids(step.number)
+        self._run.undecided[trace_id] = step
+        return trace_id, span_id
