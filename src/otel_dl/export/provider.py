@@ -1,0 +1,265 @@
+"""Which TracerProvider there is, and what follows from it: where spans leave, and who decides which."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+from opentelemetry import trace
+from opentelemetry.environment_variables import OTEL_PYTHON_ID_GENERATOR, OTEL_TRACES_EXPORTER
+from opentelemetry.sdk.environment_variables import (
+    OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
+    OTEL_BSP_SCHEDULE_DELAY,
+    OTEL_EXPORTER_OTLP_PROTOCOL,
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
+    OTEL_SDK_DISABLED,
+    OTEL_TRACES_SAMPLER,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
+from opentelemetry.trace import ProxyTracerProvider, SpanContext
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from otel_dl.export import sampling
+from otel_dl.export.components import component, names
+from otel_dl.export.exporter_sink import ExporterSink
+from otel_dl.export.provider_sink import ProviderSink
+from otel_dl.export.queue_sink import BATCH, DELAY
+from otel_dl.export.sink import NoSink, Sink, Sinks
+from otel_dl.export.user_spans import CurrentRun, UserSpanProcessor, UserSpanSampler
+from otel_dl.recording.ids import SecretsIdGenerator
+from otel_dl.recording.keep import AdaptiveHead, Head, NeverHead
+from otel_dl.settings import Settings
+
+logger = logging.getLogger("otel_dl")
+
+EXPORTERS: Final = "opentelemetry_traces_exporter"
+ID_GENERATORS: Final = "opentelemetry_id_generator"
+_OTLP_BY_PROTOCOL: Final = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+
+
+class Connection(NamedTuple):
+    """What `instrument()` found: `sink` takes finished spans, `head` decides, `resource` is the base of ours.
+
+    `foreign`: the user's own spans go to a provider that is not ours. `remote`: the sender of TRACEPARENT. `processor`
+    takes the user's spans where otel-dl set up the SDK; its `after_fork` belongs to the sink's.
+    """
+
+    sink: Sink
+    head: Head
+    resource: Resource
+    foreign: bool = False
+    remote: SpanContext | None = None
+    processor: UserSpanProcessor | None = None
+
+    def after_fork(self) -> None:
+        """In a forked child: nothing of the parent's is held or exported."""
+        self.sink.after_fork()
+        if self.processor is not None:
+            self.processor.after_fork()
+
+
+class _Ours(NamedTuple):
+    """The provider that otel-dl set up. The API takes one a process, so it serves every run."""
+
+    provider: TracerProvider
+    processor: UserSpanProcessor
+
+
+_ours: _Ours | None = None
+_current_run: CurrentRun = lambda: None  # noqa: E731
+
+
+def connect(settings: Settings, *, set_up: bool, current_run: CurrentRun = lambda: None) -> Connection:
+    """Looks for a TracerProvider; where there is none and `set_up`, makes one from the standard OTEL_* variables.
+
+    `current_run` answers with the run that is going on, for the user's own spans. Starts no thread and makes no
+    exporter: both come with the first span. Raises nothing for what a variable says; a wrong value is logged with what
+    is allowed.
+    """
+    global _current_run
+    _current_run = current_run
+    remote = remote_parent()
+    if os.environ.get(OTEL_SDK_DISABLED, "").strip().lower() == "true":
+        return Connection(NoSink(), NeverHead(off=True), Resource.get_empty(), remote=remote)
+    if os.environ.get(OTEL_TRACES_SAMPLER, "").strip().lower() == "always_off":
+        return Connection(NoSink(), NeverHead(off=True), Resource.get_empty(), remote=remote)
+    provider: Any = trace.get_tracer_provider()
+    if _ours is not None and provider is _ours.provider:
+        return _own(_ours, settings, remote)
+    if isinstance(provider, ProxyTracerProvider):
+        if set_up:
+            return _own(_set_up(settings), settings, remote)
+        head = _head(sampling.from_environment(), remote)
+        return Connection(_exporting(settings), head, Resource.create(), remote=remote)
+    return _foreign(provider, settings, remote)
+
+
+def _own(ours: _Ours, settings: Settings, remote: SpanContext | None) -> Connection:
+    sink = ours.processor.sink = _exporting(settings)
+    ours.processor.held = settings.held_spans
+    # The run may have ended by then, and the user's spans gone on; without a run nobody else closes it.
+    atexit.register(lambda: sink.close(monotonic() + settings.exit_delay))
+    configured = _chosen(ours.provider.sampler)
+    head = _head(None if sampling.is_default(configured) and not _sampler_set() else configured, remote)
+    return Connection(sink, head, ours.provider.resource, False, remote, ours.processor)
+
+
+def _foreign(provider: Any, settings: Settings, remote: SpanContext | None) -> Connection:
+    sampler = getattr(provider, "sampler", None)
+    chosen = isinstance(sampler, Sampler) and (_sampler_set() or not sampling.is_default(sampler))
+    head = _head(sampler if chosen else None, remote)
+    resource = getattr(provider, "resource", None)
+    resource = resource if isinstance(resource, Resource) else Resource.create()
+    if callable(getattr(getattr(provider, "_active_span_processor", None), "on_end", None)):
+        return Connection(ProviderSink(provider, settings.queue_spans), head, resource, True, remote)
+    logger.warning(
+        "otel-dl: the TracerProvider that was set up (%s) is not the OpenTelemetry SDK's, or one of a version that"
+        " otel-dl does not know: traces of training are exported beside it, by what %s names.",
+        type(provider).__qualname__,
+        OTEL_TRACES_EXPORTER,
+    )
+    if not chosen:
+        head = _head(sampling.from_environment(), remote)
+    return Connection(_exporting(settings), head, resource, True, remote)
+
+
+def _head(sampler: Sampler | None, remote: SpanContext | None) -> Head:
+    unsampled = remote if remote is not None and not remote.trace_flags.sampled else None
+    if sampler is not None:
+        return sampling.SamplerHead(sampler, unsampled)
+    return NeverHead() if unsampled is not None else AdaptiveHead()
+
+
+def _sampler_set() -> bool:
+    """Whether OTEL_TRACES_SAMPLER names a sampler that there is."""
+    name = os.environ.get(OTEL_TRACES_SAMPLER, "").strip()
+    return bool(name) and (component(sampling.GROUP, name) or component(sampling.GROUP, name.lower())) is not None
+
+
+def _chosen(sampler: Sampler) -> Sampler:
+    return sampler.configured if isinstance(sampler, UserSpanSampler) else sampler
+
+
+def _set_up(settings: Settings) -> _Ours:
+    global _ours
+
+    def current_run() -> Any:
+        return _current_run()
+
+    sampler = UserSpanSampler(sampling.from_environment() or DEFAULT_ON, current_run)
+    processor = UserSpanProcessor(NoSink(), current_run, settings.held_spans, settings.exit_delay)
+    # Not shut down by itself: the end is otel-dl's, within its delay.
+    provider = TracerProvider(sampler=sampler, id_generator=_id_generator(), shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    trace.set_tracer_provider(provider)
+    _ours = _Ours(provider, processor)
+    return _ours
+
+
+def _id_generator() -> IdGenerator:
+    name = os.environ.get(OTEL_PYTHON_ID_GENERATOR, "").strip()
+    if name in ("", "otel_dl"):
+        return SecretsIdGenerator()
+    found = component(ID_GENERATORS, name)
+    try:
+        generator: Any = found.load()() if found is not None else None
+    except Exception as error:
+        logger.warning("otel-dl: the id generator %r can't be made: %s: %s.", name, type(error).__name__, error)
+        generator = None
+    if isinstance(generator, IdGenerator):
+        return generator
+    logger.warning(
+        "otel-dl: %s has the value %r; allowed: %s. otel_dl is used.",
+        OTEL_PYTHON_ID_GENERATOR,
+        name,
+        ", ".join(names(ID_GENERATORS)),
+    )
+    return SecretsIdGenerator()
+
+
+def remote_parent() -> SpanContext | None:
+    """The sender of the environment's TRACEPARENT and TRACESTATE, None without a valid one."""
+    carrier = {name.lower(): os.environ.get(name, "") for name in ("TRACEPARENT", "TRACESTATE")}
+    context = trace.get_current_span(TraceContextTextMapPropagator().extract(carrier)).get_span_context()
+    return context if context.is_valid and context.is_remote else None
+
+
+# What OTEL_TRACES_EXPORTER names.
+
+
+def _exporting(settings: Settings) -> Sink:
+    batch = _positive(OTEL_BSP_MAX_EXPORT_BATCH_SIZE, BATCH)
+    delay = _positive(OTEL_BSP_SCHEDULE_DELAY, round(DELAY * 1000)) / 1000
+    sinks = [
+        ExporterSink(factory, settings.queue_spans, name, batch=batch, delay=delay)
+        for name, factory in exporters().items()
+    ]
+    if not sinks:
+        return NoSink()
+    return sinks[0] if len(sinks) == 1 else Sinks(sinks)
+
+
+def exporters() -> dict[str, Callable[[], SpanExporter]]:
+    """What OTEL_TRACES_EXPORTER names (`otlp` where it is not set), each with what makes it; nothing is imported."""
+    value = os.environ.get(OTEL_TRACES_EXPORTER, "").strip() or "otlp"
+    chosen: dict[str, Callable[[], SpanExporter]] = {}
+    for name in filter(None, (part.strip() for part in value.split(","))):
+        if name.lower() == "none":
+            continue
+        known = _otlp() if name == "otlp" else name
+        if known is None:
+            continue
+        found = component(EXPORTERS, known)
+        if found is None:
+            logger.warning(
+                "otel-dl: %s has the value %r, and no exporter %r is installed; allowed: none, %s. Nothing is exported"
+                " by it, training goes on.",
+                OTEL_TRACES_EXPORTER,
+                value,
+                known,
+                ", ".join(names(EXPORTERS)),
+            )
+            continue
+        chosen[name] = lambda found=found: found.load()()
+    return chosen
+
+
+def _otlp() -> str | None:
+    for variable in (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL):
+        value = os.environ.get(variable, "").strip()
+        if value in _OTLP_BY_PROTOCOL:
+            return _OTLP_BY_PROTOCOL[value]
+        if value:
+            logger.warning(
+                "otel-dl: %s has the value %r; allowed: %s. Nothing is exported over OTLP, training goes on.",
+                variable,
+                value,
+                ", ".join(_OTLP_BY_PROTOCOL),
+            )
+            return None
+    return _OTLP_BY_PROTOCOL["grpc"]
+
+
+def _positive(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip()
+    try:
+        value = int(text) if text else default
+        if value < 1:
+            raise ValueError(text)
+    except ValueError:
+        logger.warning(
+            "otel-dl: %s has the value %r; allowed: a whole number from 1. The default %d is used.",
+            variable,
+            text,
+            default,
+        )
+        return default
+    return value
