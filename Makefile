@@ -45,7 +45,8 @@ $(VENV)/installed: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.10 or later (Debian: apt install python3 python3-venv)" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no module venv: install it (Debian: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(IN_VENV) .ci/reuse_torch.py $(OTEL_DL_TORCH_FROM)
-	$(IN_VENV) -m pip install --quiet --upgrade "pip>=25.1"
-	$(IN_VENV) -m pip install --quiet --editable ".[cli,instruments]" --group test --group lint
+	$(IN_VENV) -m pip install --quiet --upgrade "pip>=25.1" setuptools
+	if $(IN_VENV) .ci/reuse_torch.py $(OTEL_DL_TORCH_FROM); \
+	then $(IN_VENV) -m pip install --quiet --ignore-installed --editable ".[cli]" --group test --group lint; \
+	else $(IN_VENV) -m pip install --quiet --editable ".[cli,instruments]" --group test --group lint; fi
 	@touch $@

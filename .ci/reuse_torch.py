@@ -1,7 +1,10 @@
 """Lets this virtual environment use the torch of another Python, so that 3 GB are not downloaded again.
 
-Usage: .venv/bin/python reuse_torch.py OTHER_PYTHON. Where that Python has no torch of the oldest supported version or
-later, or is of another minor version, nothing happens, and pip will install torch.
+Usage: .venv/bin/python reuse_torch.py OTHER_PYTHON. Exit status 1, and nothing happens, where that Python has no torch
+of the oldest supported version or later, or is of another minor version.
+
+All that Python's packages become visible, after the environment's own. So install the rest with `--ignore-installed`:
+else pip counts what it sees there as installed, and the environment lacks its commands.
 """
 
 from __future__ import annotations
@@ -34,13 +37,14 @@ def folder_with_torch(python: str) -> Path | None:
     return Path(folder).resolve() if torch_version >= OLDEST else None
 
 
-def main() -> None:
+def main() -> int:
     folder = folder_with_torch(sys.argv[1])
-    if folder is not None:
-        # After the environment's own packages on the path, so those go first.
-        Path(sysconfig.get_path("purelib"), "reused_torch.pth").write_text(f"{folder}\n")
-        print(f"torch is reused from {folder}")
+    if folder is None:
+        return 1
+    Path(sysconfig.get_path("purelib"), "reused_torch.pth").write_text(f"{folder}\n")
+    print(f"torch is reused from {folder}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, ar
         ended = job.run(arguments, job.environment_for_files(directory), line.draw if shown else None)
     if ended.started:
         _say("")
-        _summarize(directory, earlier, jaeger, err=True)
+        if _summarize(directory, earlier, jaeger, err=True):
+            _say(f"Again        otel-dl report {shlex.quote(str(directory))}")
     elif not earlier:
         with contextlib.suppress(OSError):
             directory.rmdir()
