@@ -7,14 +7,16 @@ import logging
 import os
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.environment_variables import OTEL_PYTHON_ID_GENERATOR, OTEL_TRACES_EXPORTER
 from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
     OTEL_BSP_SCHEDULE_DELAY,
+    OTEL_EXPORTER_OTLP_ENDPOINT,
     OTEL_EXPORTER_OTLP_PROTOCOL,
+    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
     OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
     OTEL_SDK_DISABLED,
     OTEL_TRACES_SAMPLER,
@@ -38,6 +40,9 @@ from otel_dl.recording.ids import SecretsIdGenerator
 from otel_dl.recording.keep import AdaptiveHead, Head, NeverHead
 from otel_dl.settings import Settings
 
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+
 logger = logging.getLogger("otel_dl")
 
 EXPORTERS: Final = "opentelemetry_traces_exporter"
@@ -48,22 +53,16 @@ _OTLP_BY_PROTOCOL: Final = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_pr
 class Connection(NamedTuple):
     """What `instrument()` found: `sink` takes finished spans, `head` decides, `resource` is the base of ours.
 
-    `foreign`: the user's own spans go to a provider that is not ours. `remote`: the sender of TRACEPARENT. `processor`
-    takes the user's spans where otel-dl set up the SDK; its `after_fork` belongs to the sink's.
+    `where` says to a person where spans go. `foreign`: the user's own spans go to a provider that is not ours.
+    `remote`: the sender of TRACEPARENT.
     """
 
     sink: Sink
     head: Head
     resource: Resource
+    where: str
     foreign: bool = False
     remote: SpanContext | None = None
-    processor: UserSpanProcessor | None = None
-
-    def after_fork(self) -> None:
-        """In a forked child: nothing of the parent's is held or exported."""
-        self.sink.after_fork()
-        if self.processor is not None:
-            self.processor.after_fork()
 
 
 class _Ours(NamedTuple):
@@ -76,21 +75,22 @@ class _Ours(NamedTuple):
 _ours: _Ours | None = None
 _current_run: CurrentRun = lambda: None  # noqa: E731
 
+NOWHERE: Final = "nowhere"
 
-def connect(settings: Settings, *, set_up: bool, current_run: CurrentRun = lambda: None) -> Connection:
+
+def connect(settings: Settings, current_run: CurrentRun, *, set_up: bool) -> Connection:
     """Looks for a TracerProvider; where there is none and `set_up`, makes one from the standard OTEL_* variables.
 
-    `current_run` answers with the run that is going on, for the user's own spans. Starts no thread and makes no
+    `current_run` answers with the run that is going on: its ids are what a sampler is asked about, and it holds the
+    user's own spans. Starts no thread and makes no
     exporter: both come with the first span. Raises nothing for what a variable says; a wrong value is logged with what
     is allowed.
     """
     global _current_run
     _current_run = current_run
     remote = remote_parent()
-    if os.environ.get(OTEL_SDK_DISABLED, "").strip().lower() == "true":
-        return Connection(NoSink(), NeverHead(off=True), Resource.get_empty(), remote=remote)
-    if os.environ.get(OTEL_TRACES_SAMPLER, "").strip().lower() == "always_off":
-        return Connection(NoSink(), NeverHead(off=True), Resource.get_empty(), remote=remote)
+    if _is(OTEL_SDK_DISABLED, "true") or _is(OTEL_TRACES_SAMPLER, "always_off"):
+        return Connection(NoSink(), NeverHead(off=True), Resource.get_empty(), NOWHERE, remote=remote)
     provider: Any = trace.get_tracer_provider()
     if _ours is not None and provider is _ours.provider:
         return _own(_ours, settings, remote)
@@ -98,7 +98,7 @@ def connect(settings: Settings, *, set_up: bool, current_run: CurrentRun = lambd
         if set_up:
             return _own(_set_up(settings), settings, remote)
         head = _head(sampling.from_environment(), remote)
-        return Connection(_exporting(settings), head, Resource.create(), remote=remote)
+        return Connection(_exporting(settings), head, Resource.create(), _named(settings), False, remote)
     return _foreign(provider, settings, remote)
 
 
@@ -109,7 +109,7 @@ def _own(ours: _Ours, settings: Settings, remote: SpanContext | None) -> Connect
     atexit.register(lambda: sink.close(monotonic() + settings.exit_delay))
     configured = _chosen(ours.provider.sampler)
     head = _head(None if sampling.is_default(configured) and not _sampler_set() else configured, remote)
-    return Connection(sink, head, ours.provider.resource, False, remote, ours.processor)
+    return Connection(sink, head, ours.provider.resource, _named(settings), False, remote)
 
 
 def _foreign(provider: Any, settings: Settings, remote: SpanContext | None) -> Connection:
@@ -119,7 +119,8 @@ def _foreign(provider: Any, settings: Settings, remote: SpanContext | None) -> C
     resource = getattr(provider, "resource", None)
     resource = resource if isinstance(resource, Resource) else Resource.create()
     if callable(getattr(getattr(provider, "_active_span_processor", None), "on_end", None)):
-        return Connection(ProviderSink(provider, settings.queue_spans), head, resource, True, remote)
+        where = f"the exporter of the {type(provider).__qualname__} that was set up"
+        return Connection(ProviderSink(provider, settings.queue_spans), head, resource, where, True, remote)
     logger.warning(
         "otel-dl: the TracerProvider that was set up (%s) is not the OpenTelemetry SDK's, or one of a version that"
         " otel-dl does not know: traces of training are exported beside it, by what %s names.",
@@ -128,14 +129,23 @@ def _foreign(provider: Any, settings: Settings, remote: SpanContext | None) -> C
     )
     if not chosen:
         head = _head(sampling.from_environment(), remote)
-    return Connection(_exporting(settings), head, resource, True, remote)
+    return Connection(_exporting(settings), head, resource, _named(settings), True, remote)
 
 
 def _head(sampler: Sampler | None, remote: SpanContext | None) -> Head:
     unsampled = remote if remote is not None and not remote.trace_flags.sampled else None
     if sampler is not None:
-        return sampling.SamplerHead(sampler, unsampled)
+        return sampling.SamplerHead(sampler, _trace_id_of_step, unsampled)
     return NeverHead() if unsampled is not None else AdaptiveHead()
+
+
+def _trace_id_of_step(number: int) -> int:
+    run = _current_run()
+    return run.step_ids(number)[0] if run is not None else 0
+
+
+def _is(variable: str, value: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() == value
 
 
 def _sampler_set() -> bool:
@@ -151,7 +161,7 @@ def _chosen(sampler: Sampler) -> Sampler:
 def _set_up(settings: Settings) -> _Ours:
     global _ours
 
-    def current_run() -> Any:
+    def current_run() -> Run | None:
         return _current_run()
 
     sampler = UserSpanSampler(sampling.from_environment() or DEFAULT_ON, current_run)
@@ -160,6 +170,7 @@ def _set_up(settings: Settings) -> _Ours:
     provider = TracerProvider(sampler=sampler, id_generator=_id_generator(), shutdown_on_exit=False)
     provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
+    os.register_at_fork(after_in_child=processor.after_fork)
     _ours = _Ours(provider, processor)
     return _ours
 
@@ -207,18 +218,20 @@ def _exporting(settings: Settings) -> Sink:
     return sinks[0] if len(sinks) == 1 else Sinks(sinks)
 
 
-def exporters() -> dict[str, Callable[[], SpanExporter]]:
+def exporters(warn: bool = True) -> dict[str, Callable[[], SpanExporter]]:
     """What OTEL_TRACES_EXPORTER names (`otlp` where it is not set), each with what makes it; nothing is imported."""
     value = os.environ.get(OTEL_TRACES_EXPORTER, "").strip() or "otlp"
     chosen: dict[str, Callable[[], SpanExporter]] = {}
     for name in filter(None, (part.strip() for part in value.split(","))):
         if name.lower() == "none":
             continue
-        known = _otlp() if name == "otlp" else name
+        known = _otlp(warn) if name == "otlp" else name
         if known is None:
             continue
         found = component(EXPORTERS, known)
-        if found is None:
+        if found is not None:
+            chosen[name] = lambda found=found: found.load()()
+        elif warn:
             logger.warning(
                 "otel-dl: %s has the value %r, and no exporter %r is installed; allowed: none, %s. Nothing is exported"
                 " by it, training goes on.",
@@ -227,23 +240,38 @@ def exporters() -> dict[str, Callable[[], SpanExporter]]:
                 known,
                 ", ".join(names(EXPORTERS)),
             )
-            continue
-        chosen[name] = lambda found=found: found.load()()
     return chosen
 
 
-def _otlp() -> str | None:
+def _named(settings: Settings) -> str:
+    """Where what OTEL_TRACES_EXPORTER names sends to."""
+    places: list[str] = []
+    for name in exporters(warn=False):
+        if name == "otel_dl_file":
+            places.append(settings.directory)
+        elif name.startswith("otlp"):
+            http = name == "otlp_proto_http" or (name == "otlp" and _otlp(warn=False) == "otlp_proto_http")
+            default = "http://localhost:4318" if http else "http://localhost:4317"
+            variables = (OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_ENDPOINT)
+            places.append(next((os.environ[each] for each in variables if os.environ.get(each)), default))
+        else:
+            places.append(name)
+    return ", ".join(places) or NOWHERE
+
+
+def _otlp(warn: bool = True) -> str | None:
     for variable in (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL):
         value = os.environ.get(variable, "").strip()
         if value in _OTLP_BY_PROTOCOL:
             return _OTLP_BY_PROTOCOL[value]
-        if value:
+        if value and warn:
             logger.warning(
                 "otel-dl: %s has the value %r; allowed: %s. Nothing is exported over OTLP, training goes on.",
                 variable,
                 value,
                 ", ".join(_OTLP_BY_PROTOCOL),
             )
+        if value:
             return None
     return _OTLP_BY_PROTOCOL["grpc"]
 

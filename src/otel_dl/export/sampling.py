@@ -26,24 +26,22 @@ _RATIOS: Final = ("traceidratio", "parentbased_traceidratio")
 class SamplerHead:
     """Asks `sampler` for each step as for a root with the step's trace id; exactly that is done.
 
-    `remote` is the sender of a TRACEPARENT with flag 00, which is then the parent that the sampler sees.
-    `trace_id_of` gives the trace id of a step; it is set when the run is there.
+    `trace_id_of` gives the trace id of a step. `remote` is the sender of a TRACEPARENT with flag 00, which is then the
+    parent that the sampler sees.
     """
 
     adaptive = False
     off = False
 
-    def __init__(self, sampler: Sampler, remote: SpanContext | None = None) -> None:
+    def __init__(self, sampler: Sampler, trace_id_of: Callable[[int], int], remote: SpanContext | None = None) -> None:
         self.sampler = sampler
-        self.trace_id_of: Callable[[int], int] | None = None
+        self._trace_id_of = trace_id_of
         context = Context()
         self._parent = context if remote is None else trace.set_span_in_context(NonRecordingSpan(remote), context)
         self._warned = False
 
     def step(self, number: int) -> bool:
-        if self.trace_id_of is None:
-            return False
-        return self.other(self.trace_id_of(number), SpanName.STEP)
+        return self.other(self._trace_id_of(number), SpanName.STEP)
 
     def other(self, trace_id: int, name: str) -> bool:
         try:

@@ -100,7 +100,8 @@ class UserSpanProcessor(SpanProcessor):
             self.sink.offer((span,))
 
     def after_fork(self) -> None:
-        """In a forked child: what is open now is the parent's."""
+        """In a forked child: what is open or waits now is the parent's."""
+        self.sink.after_fork()
         self._parents = frozenset(span.get_span_context().span_id for span in self._open)
         self._open = WeakSet()
 
