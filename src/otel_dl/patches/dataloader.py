@@ -1,0 +1,409 @@
+"""DataLoader: the wait of the main process in `next()`, the reading of each batch, and where both belong.
+
+The wait is `_BaseDataLoaderIter.__next__`. A batch that the main process reads itself is `_next_data` of the iterator
+without workers. One that a worker reads is told by (nonce of the iterator, round, index): the worker's loop reports it
+under that name (`otel_dl.workers`), and the iterator knows the index of what it returns. Nothing is read from the
+workers here, and what a loader yields is untouched. Read in torch 2.4-2.15, torch/utils/data/dataloader.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from otel_dl.patches._patching import Patches
+from otel_dl.recording.lane import FETCH, NEXT
+from otel_dl.workers.carrier import Carrier
+
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+    from otel_dl.workers.relay import Relay
+
+_INFO = "_otel_dl"
+"""Attribute of an iterator, which cannot be pickled or copied; the class has None for those that are older than us."""
+
+
+class Loaders:
+    """Numbers for loaders in the order of first use, and their epochs, beside them: a loader may compare as it likes,
+    be no key of a dict, and is not kept alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], int, Callable[[], int]]] = {}
+        self._count = itertools.count()
+
+    def epoch(self, loader: Any) -> tuple[int, int]:
+        """A new epoch of `loader` begins: (its number, the epoch), both counted from 0."""
+        key = id(loader)
+        known = self._known.get(key)
+        if known is None or known[0]() is not loader:
+            number = next(self._count)
+            epochs = itertools.count().__next__
+            try:
+                gone = weakref.ref(loader, functools.partial(self._forget, key))
+            except TypeError:
+                return number, epochs()
+            self._known[key] = known = (gone, number, epochs)
+        return known[1], known[2]()
+
+    def _forget(self, key: int, gone: weakref.ref[Any]) -> None:
+        known = self._known.get(key)
+        if known is not None and known[0] is gone:
+            del self._known[key]
+
+
+class Info:
+    """What is known of an iterator. `key` names one epoch of it, and is never used again as an `id()` may be."""
+
+    __slots__ = (
+        "batch",
+        "epoch",
+        "fetched",
+        "in_order",
+        "key",
+        "last",
+        "loader",
+        "method",
+        "nonce",
+        "pids",
+        "round",
+        "workers",
+    )
+
+    def __init__(self, nonce: str) -> None:
+        self.nonce = nonce
+        """Empty where no worker was given one: such a batch has no trace of its own."""
+        self.loader = self.epoch = self.key = 0
+        self.round = 0
+        """Epochs of this iterator before this one, where its workers live on."""
+        self.fetched = 0
+        self.last = 0
+        """Index of the batch that the data queue gave last."""
+        self.in_order = True
+        self.pids: tuple[int, ...] = ()
+        self.method = ""
+        self.workers: dict[int, int] = {}
+        """Which worker reads a batch, where torch does not say it when the batch comes (2.4)."""
+        self.batch: Any = None
+        """The batch in hand, a tuple as `records.Batch`."""
+
+
+class _Starting(threading.local):
+    """The workers that this thread is starting."""
+
+    carrier: Carrier | None = None
+    nonce = ""
+    ends: Sequence[int | None] = ()
+    given = 0
+
+
+def install(run: Run, patches: Patches, relay: Relay) -> None:
+    """Patches the loaders of torch; raises where this torch lacks what is needed."""
+    from torch.utils.data import dataloader
+    from torch.utils.data._utils import worker
+
+    starting = _Starting()
+    _install_iterators(run, patches, dataloader, starting)
+    _install_waits(run, patches, dataloader)
+    _install_workers(run, patches, relay, dataloader, worker, starting)
+
+
+def _method(kind: Any, name: str) -> Any:
+    return vars(kind)[name]  # pyright: ignore[reportUnknownVariableType]
+
+
+def _guard(patches: Patches, notice: Callable[..., Any], *args: Any) -> None:
+    try:
+        notice(*args)
+    except Exception as error:
+        patches.fault(error)
+
+
+def _install_iterators(run: Run, patches: Patches, dataloader: Any, starting: _Starting) -> None:
+    """Each epoch of each loader, as iterators begin and are begun again."""
+    base: Any = dataloader._BaseDataLoaderIter
+    loaders = Loaders()
+    keys = itertools.count(1)
+
+    def begin(iterator: Any, loader: Any) -> None:
+        nonce = ""
+        if loader.num_workers > 0:
+            nonce, starting.nonce = starting.nonce, ""
+        info = Info(nonce)
+        info.in_order = getattr(loader, "in_order", True)  # absent in 2.4
+        info.loader, info.epoch = loaders.epoch(loader)
+        info.key = next(keys)
+        setattr(iterator, _INFO, info)
+
+    def begin_again(iterator: Any, loader: Any) -> None:
+        info: Info | None = getattr(iterator, _INFO)
+        if info is None:
+            begin(iterator, loader)
+            know_workers(iterator)
+            return
+        info.loader, info.epoch = loaders.epoch(loader)
+        info.key = next(keys)
+        info.round += 1
+        info.fetched = 0
+        info.workers.clear()
+
+    original_init = _method(base, "__init__")
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        _guard(patches, begin, self, loader)
+        original_init(self, loader, *args, **kwargs)
+
+    original_reset = _method(base, "_reset")
+
+    @functools.wraps(original_reset)
+    def _reset(self: Any, loader: Any, first_iter: bool = False, *args: Any, **kwargs: Any) -> Any:
+        result = original_reset(self, loader, first_iter, *args, **kwargs)
+        # Only now: an epoch that could not begin is none to the workers either.
+        if not first_iter:
+            _guard(patches, begin_again, self, loader)
+        return result
+
+    patches.replace(base, _INFO, None)
+    patches.replace(base, "__init__", __init__)
+    patches.replace(base, "_reset", _reset)
+
+
+def know_workers(iterator: Any) -> None:
+    """Who reads for `iterator`, once its workers run."""
+    from otel_dl.workers.loop import start_method
+
+    info: Info | None = getattr(iterator, _INFO, None)
+    workers = getattr(iterator, "_workers", None)
+    if info is not None and workers:
+        info.pids = tuple(process.pid for process in workers)
+        info.method = start_method(workers[0])
+
+
+def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
+    """`dataloader.next`, and `dataloader.fetch` where the main process reads."""
+    base: Any = dataloader._BaseDataLoaderIter
+    original_next = _method(base, "__next__")
+
+    @functools.wraps(original_next)
+    def __next__(self: Any) -> Any:
+        try:
+            lane = run.local.lane
+            info: Info | None = self._otel_dl
+            if info is None:
+                loader = key = id(self)
+            else:
+                loader, key = info.loader, info.key
+                info.batch = None
+            opened = lane.begin_next(loader, key)
+        except Exception as error:
+            patches.fault(error)
+            return original_next(self)
+        if not opened:
+            return original_next(self)
+        try:
+            data = original_next(self)
+        except StopIteration:
+            _guard(patches, lane.stop_next)
+            raise
+        except BaseException as error:
+            _guard(patches, lane.end, NEXT, error, info.batch if info is not None else None)
+            raise
+        try:
+            lane.end_next(info.batch if info is not None else None, loader, key)
+        except Exception as error:
+            patches.fault(error)
+        return data
+
+    patches.replace(base, "__next__", __next__)
+    single: Any = dataloader._SingleProcessDataLoaderIter
+    original_data = _method(single, "_next_data")
+
+    @functools.wraps(original_data)
+    def _next_data(self: Any) -> Any:
+        try:
+            lane = run.local.lane
+            info: Info | None = self._otel_dl
+            if info is not None:
+                info.batch = batch = (info.loader, info.epoch, info.fetched, "", 0, None, 0, "")
+                info.fetched += 1
+            else:
+                batch = None
+            opened = lane.kinds & NEXT and lane.begin(FETCH)
+        except Exception as error:
+            patches.fault(error)
+            return original_data(self)
+        if not opened:
+            return original_data(self)
+        try:
+            data = original_data(self)
+        except StopIteration:
+            _guard(patches, lane.abandon, FETCH)
+            raise
+        except BaseException as error:
+            _guard(patches, lane.end, FETCH, error, batch)
+            raise
+        try:
+            lane.end(FETCH, None, batch)
+        except Exception as error:
+            patches.fault(error)
+        return data
+
+    patches.replace(single, "_next_data", _next_data)
+
+
+def _install_workers(
+    run: Run, patches: Patches, relay: Relay, dataloader: Any, worker: Any, starting: _Starting
+) -> None:
+    """What a worker is given when it starts, and whose batch it is that comes back."""
+    several: Any = dataloader._MultiProcessingDataLoaderIter
+    original_init = _method(several, "__init__")
+
+    def give(workers: int) -> None:
+        run.start()
+        starting.nonce = nonce = os.urandom(16).hex()
+        starting.carrier = Carrier.make(run, nonce)
+        starting.ends = [None] * workers if run.keep.head.off else relay.open(nonce, workers)
+        starting.given = 0
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        # A sampler may itself read from a loader with workers, while this one's start.
+        former = starting.carrier, starting.nonce, starting.ends, starting.given
+        starting.carrier, starting.nonce, starting.ends = None, "", ()
+        try:
+            if run.active:
+                _guard(patches, give, loader.num_workers)
+            original_init(self, loader, *args, **kwargs)
+        finally:
+            ends = starting.ends
+            starting.carrier, starting.nonce, starting.ends, starting.given = former
+            _guard(patches, relay.started, ends)
+        _guard(patches, know_workers, self)
+
+    patches.replace(several, "__init__", __init__)
+    patches.replace(worker, "_worker_loop", WorkerLoop(worker._worker_loop, run, relay, starting))
+    _install_returned(patches, several)
+
+
+def _install_returned(patches: Patches, several: Any) -> None:
+    original_get = _method(several, "_get_data")
+    original_process = _method(several, "_process_data")
+    original_put = _method(several, "_try_put_index")
+    # From 2.6 on it is given the worker, and the next index is counted before it is called, not by it.
+    told = len(inspect.signature(original_process).parameters) > 2
+    ahead = 1 if told else 0
+
+    @functools.wraps(original_get)
+    def _get_data(self: Any) -> Any:
+        answer = original_get(self)
+        info: Info | None = getattr(self, _INFO, None)
+        if info is not None and not info.in_order:
+            info.last = answer[0]
+        return answer
+
+    @functools.wraps(original_process)
+    def _process_data(self: Any, data: Any, *worker: Any) -> Any:
+        info: Info | None = getattr(self, _INFO, None)
+        if info is not None and info.pids:
+            try:
+                index = self._rcvd_idx - ahead if info.in_order else info.last
+                number = worker[0] if told else info.workers.pop(index)
+                info.batch = (
+                    info.loader, info.epoch, index, info.nonce, info.round, number, info.pids[number], info.method,
+                )  # fmt: skip
+            except Exception as error:
+                patches.fault(error)
+        return original_process(self, data, *worker)
+
+    @functools.wraps(original_put)
+    def _try_put_index(self: Any) -> Any:
+        before = self._send_idx
+        result = original_put(self)
+        info: Info | None = getattr(self, _INFO, None)
+        if info is not None and self._send_idx != before:
+            info.workers[before] = self._task_info[before][0]
+        return result
+
+    patches.replace(several, "_get_data", _get_data)
+    patches.replace(several, "_process_data", _process_data)
+    if not told:
+        patches.replace(several, "_try_put_index", _try_put_index)
+
+
+_in_worker = False
+
+
+class WorkerLoop:
+    """Stands where torch's worker loop did, and is what a worker process runs.
+
+    An object that says itself how it is pickled: a wrapper made of a function is pickled by its name, under spawn and
+    forkserver, and would be torch's own function again there; a wrapt proxy is not pickled at all.
+    """
+
+    def __init__(self, original: Callable[..., Any], run: Run, relay: Relay, starting: _Starting) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.run = run
+        self._relay = relay
+        self._starting = starting
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Evaluated in the parent, inside `Process.start()`."""
+        from multiprocessing import context, reduction  # pyright: ignore
+
+        spawning: Callable[[], Any] = context.get_spawning_popen  # pyright: ignore
+
+        starting = self._starting
+        where = (self.__module__, getattr(self, "__qualname__", "_worker_loop"))
+        if starting.carrier is None or spawning() is None or starting.given >= len(starting.ends):
+            return Started, (*where, None, None)
+        descriptor = starting.ends[starting.given]
+        starting.given += 1
+        end: Any = reduction.DupFd(descriptor) if descriptor is not None else None
+        return Started, (*where, starting.carrier.packed(), end)
+
+    def __call__(self, *args: Any) -> Any:
+        """In a worker that was forked (the thread that forked it was starting it), or called by `Started`."""
+        global _in_worker
+        self.run.active = False
+        carrier = self._starting.carrier
+        if _in_worker or carrier is None:
+            return self.original(*args)
+        _in_worker = True
+        number: int = args[list(inspect.signature(self.original).parameters).index("worker_id")]
+        descriptor = self._starting.ends[number]
+        self._relay.only(descriptor)
+        from otel_dl.workers import loop
+
+        return loop.run(carrier, descriptor, self.original, args)
+
+
+class Started:
+    """What the pickled `WorkerLoop` is in a worker that was spawned."""
+
+    def __init__(self, module: str, name: str, carrier: Carrier | None, end: Any) -> None:
+        self._target = module, name
+        self._carrier = carrier
+        self._descriptor: int | None = end.detach() if end is not None else None
+
+    def __call__(self, *args: Any) -> Any:
+        global _in_worker
+        module, name = self._target
+        original: Any = getattr(importlib.import_module(module), name)
+        if self._carrier is None:
+            return original(*args)
+        _in_worker = True
+        if isinstance(original, WorkerLoop):
+            # The main module instrumented this process when it was imported again. A worker records by its carrier.
+            original.run.active = False
+            original = original.original
+        from otel_dl.workers import loop
+
+        return loop.run(self._carrier, self._descriptor, original, args)

@@ -1,0 +1,245 @@
+"""Inside a worker: torch's own loop between two proxies of its queues, which see each fetch begin and end."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from multiprocessing import process
+from typing import TYPE_CHECKING, Any, cast
+
+from opentelemetry import context as context_api
+from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+from otel_dl.recording import context, ids
+from otel_dl.recording.context import DerivedSpan
+from otel_dl.recording.keep import batch_sampled
+from otel_dl.recording.records import clock
+from otel_dl.semconv import TraceKind
+from otel_dl.workers import carrier as carriers
+from otel_dl.workers import spans, wire
+from otel_dl.workers.carrier import Carrier
+from otel_dl.workers.writer import Writer
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+logger = logging.getLogger("otel_dl")
+
+
+class BatchSpan(DerivedSpan):
+    """Stands for the reading of a batch in the context."""
+
+    def __init__(self, parts: tuple[str | int, ...], sampled: bool, outer: Context) -> None:
+        super().__init__(sampled, outer)
+        self._parts = parts
+
+    def ids(self) -> tuple[int, int]:
+        return ids.trace_id(*self._parts), ids.span_id(*self._parts, "fetch")
+
+
+class Worker:
+    """What a worker knows of itself. Fetches begin and end in its main thread."""
+
+    def __init__(self, carrier: Carrier, number: int, writer: Writer) -> None:
+        self.carrier = carrier
+        self.number = number
+        self.writer = writer
+        self.batch: tuple[int, int] | None = None
+        """(round, index) of the fetch that is open."""
+        self.dropped = 0
+        """Spans of the user's in this fetch that found no room."""
+        self._pid = os.getpid()
+        self._round = 0
+        self._start = 0
+        self._sampled = False
+        self._span: DerivedSpan | None = None
+        self._room = 0
+
+    def room(self) -> bool:
+        """Whether one more span of the user's belongs to this fetch; one that does not is counted."""
+        if self._room:
+            self._room -= 1
+            return True
+        self.dropped += 1
+        return False
+
+    def received(self, message: Any) -> None:
+        """torch's loop was given `message`: (index, what to read), a resumption, or the end."""
+        start = clock()
+        if self.batch is not None:
+            self._leave()  # it was passed over: the iteration had ended
+        if type(message) is tuple:
+            self._begin(message[0], start)  # pyright: ignore[reportUnknownArgumentType]
+        elif type(message).__name__ == "_ResumeIteration":
+            # Once a worker and epoch: torch/utils/data/dataloader.py::_reset, 2.4-2.15.
+            self._round += 1
+
+    def answers(self, message: Any) -> None:
+        """torch's loop is about to hand `message` over: (index, batch) ends the fetch.
+
+        It is written before the batch is, so it has arrived when the parent has the batch.
+        """
+        if self.batch is None or type(message) is not tuple:
+            return
+        index, data = cast("tuple[Any, Any]", message)
+        if index != self.batch[1]:
+            return
+        end = clock()
+        round, _ = self.batch
+        self._leave()
+        error, flags = None, wire.SAMPLED if self._sampled else 0
+        kind: str = type(data).__name__
+        if kind == "ExceptionWrapper":
+            error = _name(data.exc_type)
+        elif kind == "_IterableDatasetStopIteration":
+            flags = wire.NO_BATCH
+        report = wire.FetchMessage(self.number, self._pid, round, index, self._start, end, self.dropped, flags, error)
+        self.writer.write(wire.FETCH, wire.encode_fetch(report))
+
+    def _begin(self, index: int, start: int) -> None:
+        carrier = self.carrier
+        self.batch = (self._round, index)
+        self._start = start
+        self._room = carrier.span_limit
+        self.dropped = 0
+        parts = (carrier.nonce, TraceKind.BATCH, self._round, index)
+        trace_id = ids.trace_id(*parts)
+        head = carrier.head
+        self._sampled = (
+            head is not None and not isinstance(head, bytes) and batch_sampled(head, trace_id, self._round, index)
+        )
+        outer, current = context.current()
+        if current.is_recording():
+            return
+        if carrier.foreign_sdk and not self._sampled and getattr(head, "adaptive", True):
+            # A flag of 00 that nobody asked for would take the user's own spans away there.
+            return
+        self._span = BatchSpan(parts, self._sampled, outer)
+        context.attach(self._span)
+
+    def _leave(self) -> None:
+        self.batch = None
+        span, self._span = self._span, None
+        if span is not None:
+            context.detach(span)
+
+
+class IndexQueue:
+    """torch's index queue; what comes out of it is noticed."""
+
+    def __init__(self, queue: Any, worker: Worker) -> None:
+        self._queue = queue
+        self._worker = worker
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        message = self._queue.get(*args, **kwargs)
+        _guarded(self._worker.received, message)
+        return message
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+class DataQueue:
+    """torch's data queue; what goes into it is noticed."""
+
+    def __init__(self, queue: Any, worker: Worker) -> None:
+        self._queue = queue
+        self._worker = worker
+
+    def put(self, message: Any, *args: Any, **kwargs: Any) -> Any:
+        _guarded(self._worker.answers, message)
+        return self._queue.put(message, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+def run(carrier: Carrier, descriptor: int | None, original: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Runs `original`, torch's worker loop, with `args`, and reports each fetch. Returns and raises what it would."""
+    worker: Worker | None = None
+    try:
+        worker, args = _prepare(carrier.unpacked(), descriptor, original, args)
+    except Exception:
+        logger.warning("otel-dl: a fault of ours in a DataLoader worker; it is not recorded.", exc_info=True)
+    try:
+        return original(*args)
+    finally:
+        if worker is not None:
+            worker.writer.flush()
+
+
+def _prepare(
+    carrier: Carrier, descriptor: int | None, original: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Worker, tuple[Any, ...]]:
+    # By name: 2.15 calls the second one `dataset_holder`, torchdata's loop has one more at the end.
+    place = {name: at for at, name in enumerate(inspect.signature(original).parameters)}
+    wrapped = list(args)
+    worker = Worker(carrier, args[place["worker_id"]], Writer(descriptor))
+    if start_method() == "forkserver":
+        # It was forked from a server that knows the environment of the time when it began.
+        carriers.replace(os.environ, carrier.environment)
+    os.environ[carriers.TRACEPARENT] = carrier.environment[carriers.TRACEPARENT]
+    spans.route(worker)
+    _enter_run(carrier)
+    wrapped[place["index_queue"]] = IndexQueue(args[place["index_queue"]], worker)
+    wrapped[place["data_queue"]] = DataQueue(args[place["data_queue"]], worker)
+    init = args[place["init_fn"]]
+    if init is not None and carrier.restore_env:
+        wrapped[place["init_fn"]] = _restoring(init)
+    return worker, tuple(wrapped)
+
+
+def _restoring(init: Callable[[int], Any]) -> Callable[[int], Any]:
+    """The user's init function; entries that it removed are put back behind it."""
+    former = carriers.entries(os.environ)
+
+    def initialise(number: int) -> Any:
+        try:
+            return init(number)
+        finally:
+            with contextlib.suppress(Exception):
+                carriers.put_back(os.environ, former)
+
+    return initialise
+
+
+def _enter_run(carrier: Carrier) -> None:
+    """Outside a fetch the context is the run's; a span of the user's that fork inherited stays where it is."""
+    outer: Context = context_api.get_current()
+    span = trace.get_current_span(outer)
+    while isinstance(span, DerivedSpan):
+        outer = span.outer
+        span = trace.get_current_span(outer)
+    if not span.is_recording():
+        flags = TraceFlags(TraceFlags.SAMPLED if carrier.sampled else TraceFlags.DEFAULT)
+        sender = SpanContext(carrier.trace_id, carrier.span_id, is_remote=True, trace_flags=flags)
+        outer = trace.set_span_in_context(NonRecordingSpan(sender), outer)
+    context_api.attach(outer)
+
+
+def start_method(of: Any = None) -> str:
+    """How a process was started: `of`, by default this one."""
+    import multiprocessing
+
+    started: Any = process.current_process() if of is None else of
+    return getattr(started, "_start_method", None) or multiprocessing.get_start_method()
+
+
+def _guarded(notice: Callable[[Any], None], message: Any) -> None:
+    from otel_dl.patches._patching import is_ours
+
+    try:
+        notice(message)
+    except Exception as error:
+        if not is_ours(error):
+            raise
+        logger.debug("otel-dl: a fault of ours in a DataLoader worker", exc_info=True)
+
+
+def _name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,245 @@
+"""The parent's end: one pipe a worker, read by the builder; fetches wait here for the step that takes their batch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from opentelemetry.sdk.resources import Resource
+
+from otel_dl.recording.records import Fetch
+from otel_dl.workers import wire
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from otel_dl.recording.run import Run
+
+logger = logging.getLogger("otel_dl")
+
+FETCHES: Final = 4_096
+"""Fetches that wait at most: those of steps that are not kept are never taken, and go when newer ones come."""
+SPANS: Final = 16_384
+"""Spans of the user's that wait with them, or to be taken by `outside`, at most."""
+PIPE_BYTES: Final = 256 * 1024
+READ_BYTES: Final = 65_536
+READS: Final = 16
+"""Reads of one pipe in one `drain` at most."""
+
+Key = tuple[str, int, int]
+
+
+class _Pipe:
+    """What came from one worker. `spans` are those of fetches that are not finished, by (round, index)."""
+
+    __slots__ = ("buffer", "descriptor", "nonce", "resources", "spans")
+
+    def __init__(self, descriptor: int, nonce: str) -> None:
+        self.descriptor = descriptor
+        self.nonce = nonce
+        self.buffer = bytearray()
+        self.resources: dict[int, Resource] = {}
+        self.spans: dict[tuple[int, int], list[ReadableSpan]] = {}
+
+
+class Relay:
+    """`open` and `started` are called by the thread that starts workers, the rest by the one that builds spans."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._starting = threading.local()
+        self._writes: set[int] = set()
+        self._pipes: dict[int, _Pipe] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        """What was lost on the way, by reason."""
+        self._lock = threading.RLock()
+        self._fetches: dict[Key, Fetch] = {}
+        self._expired: list[Fetch] = []
+        self._outside: list[ReadableSpan] = []
+        self._spans = 0
+        self._final = False
+
+    # Starting workers.
+
+    def open(self, nonce: str, workers: int) -> list[int | None]:
+        """One pipe for each worker of the iterator with this nonce: their write ends, None where there is none.
+
+        The calling thread starts the workers next, and then calls `started` with what it got.
+        """
+        writes: list[int | None] = []
+        for _ in range(workers):
+            try:
+                read, write = os.pipe()
+            except OSError:
+                self.dropped["workers without a pipe"] += 1
+                writes.append(None)
+                continue
+            os.set_blocking(read, False)
+            with contextlib.suppress(OSError, AttributeError):  # the user's share of pipe memory is used up
+                fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # pyright: ignore[reportAttributeAccessIssue]
+            self._pipes[read] = _Pipe(read, nonce)
+            self._writes.add(write)
+            writes.append(write)
+        self._starting.ends = writes
+        return writes
+
+    def started(self, writes: Sequence[int | None]) -> None:
+        """The workers have their write ends: ours are closed, so that their end is the end of the pipe."""
+        self._starting.ends = []
+        for write in writes:
+            if write is not None and write in self._writes:
+                self._writes.discard(write)
+                os.close(write)
+
+    # Reading.
+
+    def drain(self, final: bool = False) -> None:
+        """Reads what has arrived, and waits for nothing. After `final` everything sampled counts as expired."""
+        with self._lock:
+            self._final = self._final or final
+            for pipe in list(self._pipes.values()):
+                self._read(pipe)
+
+    def take(self, key: Key) -> Fetch | None:
+        """The fetch of the batch (nonce, round, index): what its worker wrote before it handed the batch over."""
+        if not key[0]:
+            return None
+        with self._lock:
+            if key not in self._fetches:
+                self.drain()
+            fetch = self._fetches.pop(key, None)
+            if fetch is not None:
+                self._spans -= len(fetch.spans)
+            return fetch
+
+    def expired(self) -> list[Fetch]:
+        """Sampled fetches that no step took."""
+        with self._lock:
+            if self._final:
+                while self._fetches:
+                    self._evict()
+            expired, self._expired = self._expired, []
+            return expired
+
+    def outside(self) -> list[ReadableSpan]:
+        """Spans of the user's that belong to no fetch, or whose fetch came to nothing."""
+        with self._lock:
+            outside, self._outside = self._outside, []
+            self._spans -= len(outside)
+            return outside
+
+    def _read(self, pipe: _Pipe) -> None:
+        for _ in range(READS):
+            try:
+                data = os.read(pipe.descriptor, READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._close(pipe)
+                return
+            pipe.buffer += data
+            for frame in wire.frames(pipe.buffer):
+                if frame.dropped:
+                    self.dropped["messages of workers"] += frame.dropped
+                try:
+                    self._receive(pipe, frame)
+                except Exception:
+                    self.dropped["messages not understood"] += 1
+                    logger.debug("otel-dl: a worker's message was not understood", exc_info=True)
+
+    def _receive(self, pipe: _Pipe, frame: wire.Frame) -> None:
+        if frame.kind == wire.FETCH:
+            self._finished(pipe, wire.decode_fetch(frame.body))
+        elif frame.kind == wire.RESOURCE:
+            number, resource = wire.decode_resource(frame.body)
+            pipe.resources[number] = resource
+        elif frame.kind == wire.SPAN:
+            if self._spans >= SPANS and not self._make_room():
+                self.dropped["spans of workers"] += 1
+                return
+            batch, number, rest = wire.span_resource(frame.body)
+            span = wire.decode_span(rest, pipe.resources[number], kept=batch is not None)
+            self._spans += 1
+            if batch is None:
+                self._outside.append(span)
+            else:
+                pipe.spans.setdefault(batch, []).append(span)
+
+    def _finished(self, pipe: _Pipe, message: wire.FetchMessage) -> None:
+        spans = pipe.spans.pop((message.round, message.batch), [])
+        if message.flags & wire.NO_BATCH:
+            self._outside += spans
+            return
+        fetch = Fetch(
+            pipe.nonce,
+            message.round,
+            message.batch,
+            message.worker,
+            message.pid,
+            message.start,
+            message.end,
+            message.error,
+            bool(message.flags & wire.SAMPLED),
+            spans,
+            message.dropped,
+        )
+        self._fetches[pipe.nonce, message.round, message.batch] = fetch
+        if len(self._fetches) > FETCHES:
+            self._evict()
+
+    def _make_room(self) -> bool:
+        while self._spans >= SPANS and self._fetches:
+            fetch = self._evict()
+            if not fetch.sampled and fetch.spans:
+                self.dropped["spans of workers"] += len(fetch.spans)
+        return self._spans < SPANS
+
+    def _evict(self) -> Fetch:
+        fetch = self._fetches.pop(next(iter(self._fetches)))
+        self._spans -= len(fetch.spans)
+        if fetch.sampled:
+            if len(self._expired) < FETCHES:
+                self._expired.append(fetch)
+            else:
+                self.dropped["fetches of workers"] += 1
+        return fetch
+
+    def _close(self, pipe: _Pipe) -> None:
+        """The worker has ended: spans of a fetch that it did not finish belong to none."""
+        if self._pipes.pop(pipe.descriptor, None) is None:
+            return
+        os.close(pipe.descriptor)
+        for spans in pipe.spans.values():
+            self._outside += spans
+
+    # Ends.
+
+    def after_fork(self) -> None:
+        """In a forked child: nothing of the parent's. A worker is yet to be told which write end is its own."""
+        keep = set(getattr(self._starting, "ends", ()))
+        self.only(*keep)
+        self._begin()
+
+    def only(self, *keep: int | None) -> None:
+        """Closes every pipe, in a worker but for its own write end."""
+        pipes, self._pipes = self._pipes, {}
+        writes, self._writes = self._writes, set(self._writes & set(keep))
+        for descriptor in (*pipes, *(writes - self._writes)):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def close(self) -> None:
+        """The run is over: workers that still run are told by a broken pipe, and write no more."""
+        with self._lock:
+            self.only()
