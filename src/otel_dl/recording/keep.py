@@ -7,7 +7,7 @@ from collections import Counter, deque
 from typing import Final, Protocol
 
 from otel_dl.recording.records import Step
-from otel_dl.semconv import KeepReason
+from otel_dl.semconv import KeepReason, SpanName
 
 CREDIT: Final = 1_000
 """The first steps of a run, all of which are kept where no sampler is set."""
@@ -49,6 +49,17 @@ class AdaptiveHead:
 
     def other(self, trace_id: int, name: str) -> bool:
         return True
+
+
+def batch_sampled(head: Head, trace_id: int, round: int, index: int) -> bool:
+    """The decision for the trace of a batch that a worker reads, known before the batch has a step.
+
+    Where no sampler is set: the first ones, as with steps, then a fixed share by the id, which every process that
+    knows the batch computes alike.
+    """
+    if head.adaptive:
+        return (round == 0 and index < CREDIT) or trace_id % EVERY == 0
+    return head.other(trace_id, SpanName.FETCH)
 
 
 class NeverHead:
