@@ -184,8 +184,8 @@ class TestReading:
 class TestSummary:
     def test_nothing(self) -> None:
         summary = summary_of(Run())
-        assert (summary.kept, summary.times, summary.fetches) == (0, None, None)
-        assert "Steps        none" in render_summary(summary)
+        assert (summary.kept, summary.times, summary.fetches) == (0, None, [])
+        assert "Steps          none" in render_summary(summary)
 
     def test_steps_are_counted_and_the_kept_ones_told_by_reason(self) -> None:
         run = Run()
@@ -267,14 +267,14 @@ class TestSummary:
         assert "torch.OutOfMemoryError: step 4" in text
         assert "ValueError in 1 span dataloader.fetch" in text
 
-    def test_batches_read_by_workers_and_by_the_training_process(self) -> None:
+    def test_batches_read_by_workers_and_by_the_training_process_are_told_apart(self) -> None:
         run = Run()
         for number, pid in enumerate([71, 72, 71, 72]):
             run.span("dataloader.fetch", 100 + number, 4, dl__worker__id=pid % 2, dl__worker__pid=pid)
-        assert "median 4 ms, p99 4 ms (4 batches by 2 workers)" in render_summary(summary_of(run))
-        run = Run()
-        run.span("dataloader.fetch", 100, 4)
-        assert "(1 batch by the training process)" in render_summary(summary_of(run))
+        run.span("dataloader.fetch", 200, 9)
+        text = render_summary(summary_of(run))
+        assert "median 4 ms, p99 4 ms (4 batches by 2 workers)" in text
+        assert "median 9 ms, p99 9 ms (1 batch by the training process)" in text
 
     def test_evaluation_own_spans_and_drops(self) -> None:
         run = Run()

@@ -76,7 +76,7 @@ def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, ar
     if ended.started:
         _say("")
         if _summarize(directory, earlier, jaeger, err=True):
-            _say(f"Again        otel-dl report {shlex.quote(str(directory))}")
+            _say(f"Again          otel-dl report {shlex.quote(str(directory))}")
     elif not earlier:
         with contextlib.suppress(OSError):
             directory.rmdir()

@@ -73,11 +73,11 @@ class Rank(NamedTuple):
 
 
 class Fetches(NamedTuple):
-    """`dataloader.fetch`: reading one batch."""
+    """`dataloader.fetch`: reading a batch, by workers or by the training processes themselves."""
 
     times: Distribution
     workers: int
-    """Worker processes that read them; 0: the training process itself did."""
+    """Worker processes that read them; 0: the training processes did."""
 
 
 class Evaluation(NamedTuple):
@@ -98,7 +98,8 @@ class Summary:
     slowest: Sequence[Step]
     failed: Sequence[Step]
     evaluation: Evaluation
-    fetches: Fetches | None
+    fetches: Sequence[Fetches]
+    """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
     """(span name, error.type) → how many failed spans of otel-dl's outside `train.step` itself."""
     user_spans: int
@@ -110,7 +111,8 @@ def summarize(spans: Iterable[Span]) -> Summary:
     """Consumes `spans` once, in any order; keeps a few hundred bytes a step."""
     steps: list[Step] = []
     phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    fetch_times: list[int] = []
+    by_workers: list[int] = []
+    by_training: list[int] = []
     workers: set[tuple[object, object]] = set()
     runs: dict[str, None] = {}
     failed_elsewhere: Counter[tuple[str, str]] = Counter()
@@ -127,9 +129,11 @@ def summarize(spans: Iterable[Span]) -> Summary:
         elif span.name in PARTS:
             phases[span.parent_id][PARTS[span.name]] += span.duration_ns
         elif span.name == SpanName.FETCH:
-            fetch_times.append(span.duration_ns)
             if "dl.worker.id" in span.attributes:
+                by_workers.append(span.duration_ns)
                 workers.add((span.resource.get("host.name"), span.attributes.get("dl.worker.pid")))
+            else:
+                by_training.append(span.duration_ns)
         elif span.name == SpanName.EVAL:
             evaluations += 1
             evaluation_ns += span.duration_ns
@@ -150,7 +154,11 @@ def summarize(spans: Iterable[Span]) -> Summary:
         slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
         failed=sorted((s for s in steps if s.failed), key=lambda step: (step.run, step.number, step.rank)),
         evaluation=Evaluation(evaluations, evaluation_ns),
-        fetches=Fetches(_distribution(fetch_times), len(workers)) if fetch_times else None,
+        fetches=[
+            Fetches(_distribution(times), count)
+            for times, count in ((by_workers, len(workers)), (by_training, 0))
+            if times
+        ],
         failed_elsewhere=failed_elsewhere,
         user_spans=user_spans,
         dropped=dropped,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from otel_dl.viewing.reading import Reading
 from otel_dl.viewing.summary import Distribution, Rank, Step, Summary, Times
 
-_LABEL_WIDTH = 13
+_LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
 
@@ -42,13 +42,12 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
             yield "Ranks", _rank(rank)
         if len(summary.ranks) > _RANKS_SHOWN:
             yield "Ranks", f"and {len(summary.ranks) - _RANKS_SHOWN} more"
-    if summary.fetches is not None:
-        count = summary.fetches.workers
-        by = f"{count} worker{_plural(count)}" if count else "the training process"
-        batches = summary.fetches.times.size
+    for fetches in summary.fetches:
+        by = f"{fetches.workers} worker{_plural(fetches.workers)}" if fetches.workers else "the training process"
+        batches = fetches.times.size
         yield (
             "Batch reading",
-            f"{_distribution(summary.fetches.times)} ({batches} batch{_plural(batches, 'es')} by {by})",
+            f"{_distribution(fetches.times)} ({batches} batch{_plural(batches, 'es')} by {by})",
         )
     if summary.evaluation.stretches:
         stretches = summary.evaluation.stretches
