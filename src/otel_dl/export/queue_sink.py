@@ -252,8 +252,10 @@ class QueueSink(ABC):
         """How many of the spans offered, counted from the first, have come to an end."""
         return min([self._taken, *(batch.first for batch in self._failed)])
 
-    def _drop_all(self, reason: str) -> int:
+    def _drop_all(self, reason: str, for_good: bool = False) -> int:
         with self._changed:
+            if for_good:
+                self._ended = reason
             lost = self.waiting
             self._fresh.clear()
             self._failed.clear()
@@ -272,14 +274,13 @@ class QueueSink(ABC):
         try:
             self._open()
         except Exception as error:
-            self._ended = "export_failed"
+            self._drop_all("export_failed", for_good=True)
             logger.warning(
                 "otel-dl: spans can't be exported to %s: %s: %s. Training goes on without traces.",
                 self._target(),
                 type(error).__name__,
                 error,
             )
-            self._drop_all(self._ended)
             return
         while not self._ended:
             if not (self._fresh or self._failed):
@@ -339,6 +340,7 @@ class QueueSink(ABC):
                 with self._changed:
                     self._futile = True
                     self._wanted = self._flushed
+                    self._failures = failures = 1
                     self._changed.notify_all()
             else:
                 first, longest = _HURRIED_BACKOFF

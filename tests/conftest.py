@@ -1,0 +1,15 @@
+"""Fixtures that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.receiver import Receiver, receiving
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """An OTLP receiver of its own, that answers well."""
+    with receiving() as running:
+        yield running
