@@ -105,10 +105,10 @@ class span:
         current = session.current()
         if current is not None:
             self._lane = current.run.local.lane
-            self._step = self._lane.begin_span()
+            self._step = self._lane.begin_span(self._name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._step is not None:
-            self._lane.end_span(self._name, self._step, error)
+            self._lane.end_span(self._step, error)

@@ -197,11 +197,10 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
             lane = run.local.lane
             info: Info | None = self._otel_dl
             if info is None:
-                loader = key = id(self)
+                opened = lane.begin_next(-1, 0)
             else:
-                loader, key = info.loader, info.key
                 info.batch = None
-            opened = lane.begin_next(loader, key)
+                opened = lane.begin_next(info.loader, info.epoch)
         except Exception as error:
             patches.fault(error)
             return original_next(self)
@@ -216,7 +215,7 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
             _guard(patches, lane.end, NEXT, error, info.batch if info is not None else None)
             raise
         try:
-            lane.end_next(info.batch if info is not None else None, loader, key)
+            lane.end_next(info.batch if info is not None else None)
         except Exception as error:
             patches.fault(error)
         return data

@@ -2,7 +2,7 @@
 
 Plain functions on the paths of Tensor and Module (a wrapt proxy costs 0.5–1.7 µs a call there, a function 20–170 ns),
 and closure cells for `Optimizer.step`, which reach an optimizer's class through every alias taken earlier. Everything
-that can stand inside a traced function is behind `torch.compiler.is_compiling()`: no graph break, no recompilation.
+that can stand inside a traced function is behind `torch.compiler.is_dynamo_compiling()`, which dynamo knows to be true: no graph break, no recompilation.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 def phase(run: Run, patches: Patches, kind: int, original: Callable[..., Any]) -> Callable[..., Any]:
     """`original` as a phase of this kind; calls nested in one of the same kind are not recorded."""
-    from torch.compiler import is_compiling
+    from torch.compiler import is_dynamo_compiling
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_dynamo_compiling():
             return original(*args, **kwargs)
         try:
             lane = run.local.lane
@@ -59,7 +59,7 @@ def _ended(patches: Patches, end: Callable[..., None], *args: Any) -> None:
 def install_forward(run: Run, patches: Patches) -> None:
     """The outermost call of a module: its own forward, not those of its submodules."""
     import torch
-    from torch.compiler import is_compiling
+    from torch.compiler import is_dynamo_compiling
 
     module: Any = torch.nn.Module
     original = vars(module)["__call__"]
@@ -70,7 +70,7 @@ def install_forward(run: Run, patches: Patches) -> None:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+        if is_dynamo_compiling():
             return original(self, *args, **kwargs)
         lane = run.local.lane
         if lane.kinds & FORWARD:
@@ -163,7 +163,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
     sees exceptions too, which torch's own hooks do not, and leaves `cls.step` the object it was.
     """
     import torch
-    from torch.compiler import is_compiling
+    from torch.compiler import is_dynamo_compiling
 
     base: Any = torch.optim.Optimizer
     covered: dict[int, CellType] = {}
@@ -171,7 +171,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
     def recorded_step(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
+            if is_dynamo_compiling():
                 return original(self, *args, **kwargs)
             try:
                 lane = run.local.lane
@@ -197,14 +197,17 @@ def install_optimizer(run: Run, patches: Patches) -> None:
 
     def cover(kind: type) -> None:
         step: Any = getattr(kind, "step", None)
-        if not getattr(step, "hooked", False) or not step.__closure__:
+        if not getattr(step, "hooked", False):
             return
-        names: tuple[str, ...] = step.__code__.co_freevars
-        if "func" in names:
-            cell: CellType = step.__closure__[names.index("func")]
-            if id(cell) not in covered:
-                covered[id(cell)] = cell
-                patches.replace_cell(cell, recorded_step(cell.cell_contents))
+        # torch.compile puts a wrapper of its own around some (torch/_dynamo/eval_frame.py::TorchPatcher: LBFGS).
+        while isinstance(step, FunctionType) and "func" not in step.__code__.co_freevars:
+            step = getattr(step, "__wrapped__", None)
+        if not isinstance(step, FunctionType) or step.__closure__ is None:
+            return
+        cell: CellType = step.__closure__[step.__code__.co_freevars.index("func")]
+        if id(cell) not in covered:
+            covered[id(cell)] = cell
+            patches.replace_cell(cell, recorded_step(cell.cell_contents))
 
     for kind in _subclasses(base):
         cover(kind)

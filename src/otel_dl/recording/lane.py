@@ -8,11 +8,12 @@ forward once every optimizer of the former step has stepped. Only the thread tha
 from __future__ import annotations
 
 import threading
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
-from otel_dl.recording.records import Batch, Evaluation, Kind, Segment, Step, clock
+from otel_dl.recording.records import Batch, Evaluation, Kind, Step, clock
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -26,9 +27,10 @@ OPTIMIZER: Final = int(Kind.OPTIMIZER)
 ZERO_GRAD: Final = int(Kind.ZERO_GRAD)
 SCHEDULER: Final = int(Kind.SCHEDULER)
 
-NOTHING: Final = int(Segment.NOTHING)
-EVAL: Final = int(Segment.EVAL)
-TRAIN: Final = int(Segment.TRAIN)
+EVAL_FORWARD: Final = int(Kind.EVAL_FORWARD)
+NEUTRAL_FORWARD: Final = int(Kind.NEUTRAL_FORWARD)
+
+_TRAINING: Final = frozenset({FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD})
 
 _NO_OPTIMIZERS: Final[frozenset[int]] = frozenset()
 
@@ -37,6 +39,14 @@ def error_name(error: BaseException) -> str:
     """The exception's qualified name, as `error.type` wants it."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Segment(Enum):
+    """What followed a batch, until the next one: nothing yet (it joins the next), evaluation alone, or training."""
+
+    NOTHING = 0
+    EVAL = 1
+    TRAIN = 2
 
 
 class Lane:
@@ -50,8 +60,8 @@ class Lane:
         self.kinds = 0
         """The open phases of this thread, one bit a `Kind`."""
         self.former = _NO_OPTIMIZERS
-        self._stack: list[tuple[int, int, int]] = []
-        """(sequence, parent, start) of each open phase."""
+        self._stack: list[tuple[int, int, int | str, int]] = []
+        """(sequence, parent, kind, start) of each open phase."""
         self._sequence = 0
         self._capacity = run.settings.step_records
         self._evaluation: Evaluation | None = None
@@ -74,7 +84,7 @@ class Lane:
         self.kinds = kinds | kind
         self._sequence = sequence = self._sequence + 1
         stack = self._stack
-        stack.append((sequence, stack[-1][0] if stack else 0, clock()))
+        stack.append((sequence, stack[-1][0] if stack else 0, kind, clock()))
         return sequence
 
     def begin_forward(self, trains: bool | None) -> int:
@@ -86,36 +96,30 @@ class Lane:
         if not self.kinds and not self._without_training(trains):
             return 0
         self.kinds |= FORWARD
-        return self._push(clock())
+        return self._push(NEUTRAL_FORWARD if trains is None else EVAL_FORWARD)
 
     def begin_optimizer(self, optimizer: int) -> int:
         """The outermost `step()` of the optimizer with this id begins."""
-        kinds = self.kinds
-        if kinds & OPTIMIZER:
-            return 0
         step = self.step
-        if step is None or not step.settled or self.run.stepper is not self or get_current().get(SUPPRESSED):
-            if not kinds and not self._outermost(OPTIMIZER):
-                return 0
-            self.stepping(optimizer)
-        self.kinds = kinds | OPTIMIZER
-        self._sequence = sequence = self._sequence + 1
-        stack = self._stack
-        stack.append((sequence, stack[-1][0] if stack else 0, clock()))
-        return sequence
+        if step is not None and step.settled:
+            return self.begin(OPTIMIZER)
+        if self.kinds & OPTIMIZER or not (self.kinds or self._outermost(OPTIMIZER)):
+            return 0
+        self.stepping(optimizer)
+        self.kinds |= OPTIMIZER
+        return self._push(OPTIMIZER)
 
-    def _push(self, start: int) -> int:
+    def _push(self, kind: int | str) -> int:
         stack = self._stack
         self._sequence = sequence = self._sequence + 1
-        stack.append((sequence, stack[-1][0] if stack else 0, start))
+        stack.append((sequence, stack[-1][0] if stack else 0, kind, clock()))
         return sequence
 
-    def end(self, kind: int | str, error: BaseException | None = None, batch: Batch | None = None) -> None:
-        """The innermost open phase ends, which is of this kind."""
+    def end(self, opened: int, error: BaseException | None = None, batch: Batch | None = None) -> None:
+        """The innermost open phase ends; `opened` is its bit in `kinds`, 0 for a span that the user named."""
         end = clock()
-        sequence, parent, start = self._stack.pop()
-        if type(kind) is int:
-            self.kinds &= ~kind
+        sequence, parent, kind, start = self._stack.pop()
+        self.kinds &= ~opened
         name = None
         if error is not None:
             # Checkpointing stops its recomputation early by raising (torch/utils/checkpoint.py): no failure.
@@ -141,8 +145,9 @@ class Lane:
         self.end(OPTIMIZER, error)
         step = self.step
         if error is None and step is not None:
-            step.stepped = True
-            if not (step.settled and optimizer in step.former):
+            if step.settled:
+                step.stepped = True
+            else:
                 self.stepped(optimizer)
 
     # Where optimizers bound steps.
@@ -189,8 +194,7 @@ class Lane:
             fresh = run.open(step.start, step.batch, self.former)
             fresh.records[:0] = step.records
             fresh.dropped, fresh.error = step.dropped, step.error
-            fresh.segment, fresh.following, fresh.sources = step.segment, step.following, step.sources
-            fresh.boundary = step.boundary
+            fresh.segment, fresh.boundary = step.segment, step.boundary
             self.step = fresh
 
     def _split(self, step: Step, index: int, start: int) -> None:
@@ -200,7 +204,6 @@ class Lane:
         self.step = fresh = self.run.reopen(step, start, self.former)
         fresh.records.extend(tail)
         fresh.boundary = (0, start)
-        fresh.following = TRAIN
 
     @property
     def bounds(self) -> bool:
@@ -228,12 +231,8 @@ class Lane:
                     return True
             elif step.boundary is None:
                 step.boundary = (len(step.records), clock())
-        if kind != SCHEDULER:
-            step.following = TRAIN
-            step.sources = ()
-            step.settled = step.batch and not self._explicit
-            if self._evaluation is not None:
-                self._close_evaluation()
+        if self._evaluation is not None and not step.batch and kind != SCHEDULER:
+            self._close_evaluation()
         return True
 
     def _without_training(self, trains: bool | None) -> bool:
@@ -244,16 +243,14 @@ class Lane:
         step = self.step
         if step is None:
             return trains is False and not self._explicit
-        if trains is False and step.following == NOTHING and step.batch:
-            step.following = EVAL
-        elif trains is False and not step.batch and not step.explicit and step.done:
+        if trains is False and not step.batch and not step.explicit and step.done:
             self._close_step(step, max((record[4] for record in step.records), default=step.start))
         return True
 
     # Batches.
 
-    def begin_next(self, loader: int, iterator: int) -> int:
-        """`next()` of a loader is called; `loader` and `iterator` tell objects apart (their ids)."""
+    def begin_next(self, loader: int, epoch: int) -> int:
+        """`next()` of a loader is called, in this epoch of it."""
         if self.kinds & NEXT:
             return 0
         run = self.run
@@ -263,18 +260,22 @@ class Lane:
             start = clock()
             step = self.step
             if not (
-                step is not None and step.stepped and step.settled and run.stepper is self and run.advance(step, start)
+                step is not None
+                and step.stepped
+                and step.settled
+                and self._evaluation is None
+                and run.advance(step, start)
             ):
-                self._boundary(start, loader, iterator)
+                self._boundary(start, loader, epoch)
         else:
             start = clock()
         self.kinds |= NEXT
         self._sequence = sequence = self._sequence + 1
         stack = self._stack
-        stack.append((sequence, stack[-1][0] if stack else 0, start))
+        stack.append((sequence, stack[-1][0] if stack else 0, NEXT, start))
         return sequence
 
-    def _boundary(self, start: int, loader: int, iterator: int) -> None:
+    def _boundary(self, start: int, loader: int, epoch: int) -> None:
         """Ends the step where it is done, moves evaluation out, and begins one where none is open."""
         step = self.step
         if self.run.stepper is not self and self._another_trains():
@@ -283,45 +284,56 @@ class Lane:
                 self.run.pending.extend((0, 0, *record[2:]) for record in step.records if record[2] == NEXT)
                 self.step = None
             return
+        if step is not None and step.explicit:
+            return
         if step is not None:
-            if step.following == EVAL:
-                self._move_evaluation(step)
-            if step.explicit:
-                return
-            if self._explicit and step.following == TRAIN:
+            followed = self._settle_segment(step)
+            if self._explicit and followed == Segment.TRAIN:
                 self._cancel(step)
                 step = None
             elif step.stepped or step.error is not None:
                 self._close_step(step, start)
                 step = None
-            elif not step.records:
+            elif followed == Segment.NOTHING and self._left_behind(step, loader, epoch):
+                del step.records[step.segment :]
+            if step is not None and not step.records:
                 step.start = start
         if step is None:
-            self.step = self._open(start, batch=True)
-            return
+            self.step = step = self._open(start, batch=True)
         step.batch = True
-        if step.following != NOTHING:
-            step.segment, step.following, step.settled = len(step.records), NOTHING, False
-        elif step.sources and any(known == loader and source != iterator for known, source in step.sources):
-            # A batch of an earlier iterator that nothing followed: it was left behind, not prefetched.
-            del step.records[step.segment :]
-            step.sources = ()
-            if not step.records:
-                step.start = start
+        step.settled = self.run.stepper is self and not self._explicit
 
-    def end_next(self, batch: Batch | None, loader: int, iterator: int) -> None:
+    def _settle_segment(self, step: Step) -> Segment:
+        """What followed the batch in hand. Evaluation is moved out; what trains is the step's for good."""
+        followed = Segment.NOTHING
+        for record in step.records[step.segment :]:
+            if record[2] in _TRAINING:
+                followed = Segment.TRAIN
+                break
+            if record[2] == EVAL_FORWARD:
+                followed = Segment.EVAL
+        if followed == Segment.EVAL and step.batch and step.error is None:
+            self._move_evaluation(step)
+        elif followed == Segment.TRAIN or step.dropped:
+            step.segment = len(step.records)
+            self._close_evaluation()
+        return followed
+
+    def _left_behind(self, step: Step, loader: int, epoch: int) -> bool:
+        """Whether a batch that nothing followed is of an earlier epoch of this loader: then it was not prefetched."""
+        batches = [record[6] for record in step.records[step.segment :] if record[6] is not None]
+        return any(batch[0] == loader and batch[1] != epoch for batch in batches)
+
+    def end_next(self, batch: Batch | None) -> None:
         """`next()` returned a batch."""
-        step = self.step
-        if step is None:
+        if self.step is not None:
+            self.end(NEXT, None, batch)
+        else:
             self._end_elsewhere(batch)
-            return
-        self.end(NEXT, None, batch)
-        if not self.kinds and not step.explicit:
-            step.sources += ((loader, iterator),)
 
     def _end_elsewhere(self, batch: Batch | None) -> None:
         """A batch that this thread reads for the one that trains."""
-        _, _, start = self._stack.pop()
+        _, _, _, start = self._stack.pop()
         self.kinds &= ~NEXT
         run = self.run
         record = (0, 0, NEXT, start, clock(), None, batch)  # sequences are each thread's own
@@ -336,14 +348,14 @@ class Lane:
 
     def stop_next(self) -> None:
         """`next()` raised StopIteration: it ends a step, begins none and uses up no number."""
-        _, _, start = self._stack.pop()
+        _, _, _, start = self._stack.pop()
         self.kinds &= ~NEXT
         step = self.step
         if step is None or self.kinds or step.explicit:
             return
         if not step.records:
             self._cancel(step)
-        elif not step.sources and self._evaluation is None:
+        elif step.segment == len(step.records) and self._evaluation is None:
             # Neither does a batch of another loader wait for its step, nor was it evaluation's loader, in the middle
             # of a step that accumulates.
             self._close_step(step, start)
@@ -359,8 +371,6 @@ class Lane:
         del step.records[step.segment :]
         evaluation.records.extend(moved[:room])
         evaluation.dropped += max(0, len(moved) - room)
-        step.sources = ()
-        step.following = NOTHING
 
     def _close_evaluation(self) -> None:
         evaluation, self._evaluation = self._evaluation, None
@@ -369,7 +379,7 @@ class Lane:
 
     def _end_outside(self, record: tuple[int, int, int | str, int, int, str | None, Batch | None]) -> None:
         """A phase that ends while no step is open: evaluation's, or nobody's."""
-        if record[2] not in (FORWARD, NEXT) or not self.bounds:
+        if record[2] not in (EVAL_FORWARD, NEXT) or not self.bounds:
             return
         evaluation = self._evaluation
         if evaluation is None:
@@ -394,8 +404,7 @@ class Lane:
             self.run.cancel(step)
 
     def _close_step(self, step: Step, end: int) -> None:
-        # Where batches bound steps, an optimizer that is known already is not looked up again (end_optimizer).
-        self.former = step.former | step.optimizers if step.settled and step.optimizers else step.optimizers or step.former
+        self.former = step.optimizers
         self.step = None
         if self.run.stepper is self or self.bounds:
             self.run.close(step, end)
@@ -404,11 +413,10 @@ class Lane:
         """The run ends: what is open is closed where its last event ended, with the exception that ends the process."""
         step = self.step
         if step is not None and self.bounds:
-            if step.following == EVAL and not step.done:
-                self._move_evaluation(step)
+            self._settle_segment(step)
             if error is not None and step.error is None:
                 step.error = error_name(error)
-            trained = step.following == TRAIN or step.done or step.segment > 0
+            trained = step.done or step.segment > 0
             if step.explicit or (trained and not self._explicit):
                 self._close_step(step, max((record[4] for record in step.records), default=clock()))
             else:
@@ -422,9 +430,8 @@ class Lane:
         start = clock()
         step = self.step
         if step is not None:
-            if step.following == EVAL:
-                self._move_evaluation(step)
-            if step.following == TRAIN or step.done or step.explicit:
+            followed = self._settle_segment(step)
+            if followed == Segment.TRAIN or step.done or step.explicit:
                 self._close_step(step, start)
                 step = None
             elif not step.records:
@@ -436,7 +443,7 @@ class Lane:
         if step is None:
             self.step = step = self._open(start, batch=True)
         step.explicit = True
-        step.following = TRAIN
+        step.settled = False
         step.global_step = global_step
         self._close_evaluation()
         return step
@@ -448,17 +455,17 @@ class Lane:
             step.error = error_name(error)
         self._close_step(step, clock())
 
-    def begin_span(self) -> Step | None:
+    def begin_span(self, name: str) -> Step | None:
         """A span that the user names begins: the step it belongs to, None where there is none and it is not recorded."""
         if not self.run.active or self.step is None or context.suppressed():
             return None
-        self._push(clock())
+        self._push(name)
         return self.step
 
-    def end_span(self, name: str, step: Step, error: BaseException | None) -> None:
+    def end_span(self, step: Step, error: BaseException | None) -> None:
         """It ends. One that saw its step end belongs to none, and is counted."""
         if self.step is step:
-            self.end(name, error)
+            self.end(0, error)
         else:
             self._stack.pop()
             self.run.dropped["spans over several steps"] += 1

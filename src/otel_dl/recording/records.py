@@ -40,12 +40,18 @@ class Kind(IntFlag):
     OPTIMIZER = 16
     ZERO_GRAD = 32
     SCHEDULER = 64
+    EVAL_FORWARD = 128
+    """A forward in eval mode or without gradients; open, it is a FORWARD."""
+    NEUTRAL_FORWARD = 256
+    """A forward that says nothing of either: a loss module without parameters."""
 
 
 NAMES: Final[dict[int, str]] = {
     Kind.NEXT: SpanName.NEXT,
     Kind.FETCH: SpanName.FETCH,
     Kind.FORWARD: SpanName.FORWARD,
+    Kind.EVAL_FORWARD: SpanName.FORWARD,
+    Kind.NEUTRAL_FORWARD: SpanName.FORWARD,
     Kind.BACKWARD: SpanName.BACKWARD,
     Kind.OPTIMIZER: SpanName.OPTIMIZER_STEP,
     Kind.ZERO_GRAD: SpanName.ZERO_GRAD,
@@ -103,14 +109,6 @@ class Fetch(NamedTuple):
     dropped: int
 
 
-class Segment(IntFlag):
-    """What followed a batch so far. `NOTHING` joins the next batch, `EVAL` is moved out when the next one comes."""
-
-    NOTHING = 0
-    EVAL = 1
-    TRAIN = 2
-
-
 class Step:
     """A step while it is open, and what is left of it afterwards.
 
@@ -122,16 +120,13 @@ class Step:
     error: str | None = None
     stepped = False
     settled = False
-    """Whether nothing that begins now can change what kind of step this is: its phases are simply recorded."""
+    """Whether batches bound it, in the thread that steps the optimizers: then its phases are simply recorded."""
     optimizers: frozenset[int] = frozenset()
     """The optimizers (by id) that stepped; only those are complete of which the former step did not have all."""
     boundary: tuple[int, int] | None = None
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     segment = 0
     """Index of the record with which the batch in hand began."""
-    following: int = Segment.NOTHING
-    sources: tuple[tuple[int, int], ...] = ()
-    """(loader, iterator) of the batches in hand that nothing followed yet."""
     global_step: int | None = None
     explicit = False
     requested = False

@@ -147,8 +147,9 @@ class Run:
         if span is not None:
             span.sampled = head
         step.records.clear()
-        step.stepped = step.settled = False
-        step.dropped = step.segment = step.following = 0
+        step.stepped = False
+        if step.dropped or step.segment:
+            step.dropped = step.segment = 0
         return True
 
     def reopen(self, step: Step, start: int, former: frozenset[int]) -> Step:
