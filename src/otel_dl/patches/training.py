@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
 
-def phase(run: Run, patches: Patches, kind: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` as a phase of this kind; calls nested in one of the same kind are not recorded."""
+def phase(
+    run: Run, patches: Patches, kind: int, original: Callable[..., Any], traced: Callable[[], bool] | None = None
+) -> Callable[..., Any]:
+    """`original` as a phase of this kind; calls nested in one of the same kind are not recorded, nor `traced` ones."""
     from torch.compiler import is_dynamo_compiling
+
+    compiling: Callable[[], bool] = traced or is_dynamo_compiling
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
+        if compiling():
             return original(*args, **kwargs)
         try:
             lane = run.local.lane
@@ -105,11 +109,15 @@ def install_forward(run: Run, patches: Patches) -> None:
 def install_backward(run: Run, patches: Patches) -> None:
     """Every entry into the autograd engine from Python: `Tensor.backward`, `autograd.backward`, `autograd.grad`."""
     import torch.autograd
+    from torch._guards import TracingContext
+    from torch.compiler import is_dynamo_compiling
+
+    def traced() -> bool:
+        # AOTAutograd runs a backward while it compiles, within the first forward.
+        return is_dynamo_compiling() or TracingContext.try_get() is not None
 
     target: Any = torch.autograd
-    patches.replace(
-        target, "_engine_run_backward", phase(run, patches, BACKWARD, target._engine_run_backward)
-    )
+    patches.replace(target, "_engine_run_backward", phase(run, patches, BACKWARD, target._engine_run_backward, traced))
 
 
 def install_zero_grad(run: Run, patches: Patches) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
@@ -198,10 +198,20 @@ class Lane:
             self.step = fresh
 
     def _split(self, step: Step, index: int, start: int) -> None:
+        """What `step` recorded from `index` on is of another step, which began at `start`."""
         tail = step.records[index:]
         del step.records[index:]
+        end = start
+        if tail and tail[0][2] == EVAL_FORWARD:
+            # Only now it is told from a forward between two optimizers of one step.
+            trained = next((i for i, record in enumerate(tail) if record[2] in _TRAINING), len(tail))
+            self._evaluated(tail[:trained])
+            self._close_evaluation()
+            del tail[:trained]
+            start, end = min((record[3] for record in tail), default=clock()), self._last_end(step)
         self.former = step.optimizers
-        self.step = fresh = self.run.reopen(step, start, self.former)
+        self.run.close(step, end)
+        self.step = fresh = self.run.open(start, batch=False, former=self.former)
         fresh.records.extend(tail)
         fresh.boundary = (0, start)
 
@@ -244,7 +254,10 @@ class Lane:
         if step is None:
             return trains is False and not self._explicit
         if trains is False and not step.batch and not step.explicit and step.done:
-            self._close_step(step, max((record[4] for record in step.records), default=step.start))
+            if step.error is not None or (self.former and step.optimizers >= self.former):
+                self._close_step(step, self._last_end(step))
+            elif step.boundary is None:
+                step.boundary = (len(step.records), clock())
         return True
 
     # Batches.
@@ -313,7 +326,8 @@ class Lane:
             if record[2] == EVAL_FORWARD:
                 followed = Segment.EVAL
         if followed == Segment.EVAL and step.batch and step.error is None:
-            self._move_evaluation(step)
+            self._evaluated(step.records[step.segment :])
+            del step.records[step.segment :]
         elif followed == Segment.TRAIN or step.dropped:
             step.segment = len(step.records)
             self._close_evaluation()
@@ -362,15 +376,14 @@ class Lane:
 
     # Evaluation.
 
-    def _move_evaluation(self, step: Step) -> None:
+    def _evaluated(self, records: list[tuple[Any, ...]]) -> None:
+        """These records of a step were evaluation's."""
         evaluation = self._evaluation
         if evaluation is None:
             self._evaluation = evaluation = self.run.evaluation()
-        room = self.run.settings.step_records - len(evaluation.records)
-        moved = step.records[step.segment :]
-        del step.records[step.segment :]
-        evaluation.records.extend(moved[:room])
-        evaluation.dropped += max(0, len(moved) - room)
+        room = self._capacity - len(evaluation.records)
+        evaluation.records.extend(records[:room])
+        evaluation.dropped += max(0, len(records) - room)
 
     def _close_evaluation(self) -> None:
         evaluation, self._evaluation = self._evaluation, None
@@ -416,12 +429,31 @@ class Lane:
             self._settle_segment(step)
             if error is not None and step.error is None:
                 step.error = error_name(error)
+            self._drop_beginning(step)
             trained = step.done or step.segment > 0
             if step.explicit or (trained and not self._explicit):
-                self._close_step(step, max((record[4] for record in step.records), default=clock()))
+                self._close_step(step, self._last_end(step) if step.records else clock())
             else:
                 self._cancel(step)
         self._close_evaluation()
+
+    def _drop_beginning(self, step: Step) -> None:
+        """Takes from the run's last step what would have begun another one, where no batch tells: evaluation, and the
+        zero_grad at the end of a loop."""
+        if step.batch or step.explicit or step.error is not None or self._stack:
+            return
+        index = step.boundary[0] if step.boundary is not None else 0
+        tail = step.records[index:]
+        kinds = {record[2] for record in tail}
+        if kinds == {ZERO_GRAD}:
+            del step.records[index:]
+            step.segment = min(step.segment, index)
+        elif EVAL_FORWARD in kinds and not kinds & _TRAINING:
+            del step.records[index:]
+            self._evaluated(tail)
+
+    def _last_end(self, step: Step) -> int:
+        return max((record[4] for record in step.records), default=step.start)
 
     def enter_step(self, global_step: int | None) -> Step | None:
         """`otel_dl.step()` begins: it takes over a step that has only batches so far."""

@@ -152,11 +152,6 @@ class Run:
             step.dropped = step.segment = 0
         return True
 
-    def reopen(self, step: Step, start: int, former: frozenset[int]) -> Step:
-        """The step after `step`, which is closed at `start`."""
-        self.close(step, start)
-        return self.open(start, batch=False, former=former)
-
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
