@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -215,6 +217,10 @@ def _exporting(settings: Settings) -> Sink:
     ]
     if not sinks:
         return NoSink()
+    # The gRPC exporter imports it, and it makes a Resource in a thread pool (1.45): that fails once the interpreter has
+    # begun to end, which is where a short script's first export may be. 8 ms; the first export imports grpc itself.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("opentelemetry.sdk._logs")
     return sinks[0] if len(sinks) == 1 else Sinks(sinks)
 
 
