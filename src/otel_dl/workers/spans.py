@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerPro
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, TraceState
+from opentelemetry.util._once import Once
 from opentelemetry.util.types import Attributes
 
 from otel_dl.recording.ids import SecretsIdGenerator
@@ -162,8 +163,11 @@ def route(worker: Worker) -> None:
     if isinstance(provider, TracerProvider):
         _reroute(worker, provider)
     elif provider is None and carrier.own_sdk:
-        # Not through `set_tracer_provider`, which works once: that once stays the user's.
+        # Not through `set_tracer_provider`, which works once: that once is the user's.
         trace._TRACER_PROVIDER = LazyProvider(worker)  # pyright: ignore[reportPrivateUsage]
+    if carrier.own_sdk:
+        # Inherited by fork, it was used up by otel-dl, not by the user.
+        trace._TRACER_PROVIDER_SET_ONCE = Once()  # pyright: ignore[reportPrivateUsage]
 
 
 def _reroute(worker: Worker, provider: Any) -> None:

@@ -1,0 +1,269 @@
+"""DataLoader: each batch stands in its step, and names who read it, in every way a loader can read."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.inprocess import Recorded, recording
+from support.loader_jobs import run, spans
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data._utils import worker as torch_worker
+
+from otel_dl.patches.dataloader import Loaders
+from otel_dl.recording import ids
+from otel_dl.viewing.reading import Span
+
+METHODS = ("none", "fork", "spawn", "forkserver")
+
+
+class Trace:
+    """What a job left behind, by what the truth can be compared with."""
+
+    def __init__(self, directory: Path) -> None:
+        self.spans = spans(directory)
+        self.steps = {span.attributes["dl.step"]: span for span in self.named("train.step")}
+        self.by_id = {span.span_id: span for span in self.spans}
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    def waits(self, step: Span) -> list[Span]:
+        return [s for s in self.named("dataloader.next") if s.parent_id == step.span_id]
+
+    def fetches(self, wait: Span) -> list[Span]:
+        """Of the batch that `wait` returned: its child, or in a worker what it links to and is linked from."""
+        own = [s for s in self.named("dataloader.fetch") if s.parent_id == wait.span_id]
+        linked = [self.by_id[span_id] for _, span_id in wait.links if span_id in self.by_id]
+        return own + [s for s in linked if s.name == "dataloader.fetch" and (wait.trace_id, wait.span_id) in s.links]
+
+
+def wrong_about(truth: dict[str, Any], trace: Trace) -> str:
+    """What the trace of this step says that is not so; empty where all is right, `missing` where there is no batch."""
+    step = trace.steps.get(truth["step"])
+    waits = trace.waits(step) if step else []
+    fetches = trace.fetches(waits[0]) if waits else []
+    if len(waits) != 1 or len(fetches) != 1:
+        return "missing"
+    wait, fetch = waits[0], fetches[0]
+    first = truth["batch"][0]
+    said = wait.attributes.get("dl.worker.id"), wait.resource["process.pid"] if first["worker"] is None else (
+        wait.attributes["dl.worker.pid"]
+    )
+    if said != (first["worker"], first["pid"]) or fetch.resource["process.pid"] != first["pid"]:
+        return "worker"
+    if fetch.resource.get("dl.worker.id") != first["worker"] or fetch.attributes["dl.batch.index"] != (
+        wait.attributes["dl.batch.index"]
+    ):
+        return "fetch"
+    if (wait.attributes["dl.loader.id"], step.attributes["dl.epoch"]) != (truth["loader"], truth["epoch"]):
+        return "epoch"
+    if not all(fetch.start_ns <= item["at"] <= fetch.end_ns for item in truth["batch"]):
+        return "time"
+    if first["worker"] is not None and any(
+        (item["trace"], item["span"]) != (fetch.trace_id, fetch.span_id) for item in truth["batch"]
+    ):
+        return "context"
+    return ""
+
+
+def test_table_of_batches_and_user_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for method in METHODS:
+        directory = tmp_path / method
+        truth = [json.loads(line) for line in run("loaders.py", method, directory=directory).splitlines()]
+        trace = Trace(directory)
+        assert len(trace.steps) == len(truth)
+        decoded = collections.Counter((s.trace_id, s.attributes["index"]) for s in trace.named("decode"))
+        for kind in dict.fromkeys(step["kind"] for step in truth):
+            steps = [step for step in truth if step["kind"] == kind]
+            verdicts = collections.Counter(wrong_about(step, trace) for step in steps)
+            items = [item for step in steps for item in step["batch"]]
+            made = {
+                # Without workers they are in the step's trace, in one in the batch's own.
+                (item["trace"], item["index"])
+                for item in items
+            }
+            once = sum(decoded[span] == 1 for span in made)
+            rows.append(
+                (method, kind, len(steps), sum(verdicts.values()) - verdicts[""] - verdicts["missing"],
+                 verdicts["missing"], f"{once}/{len(items)}", dict(verdicts))
+            )  # fmt: skip
+            assert not any("otel" in thread for item in items for thread in item["threads"] if item["worker"] is not None)
+        inits = trace.named("init")
+        runs = {s.trace_id for s in trace.named("train.startup")}
+        assert {s.trace_id for s in inits} <= runs, "outside a fetch a worker's context is the run's"
+        assert len({s.attributes["pid"] for s in inits}) == len(inits)
+        started = {item["pid"] for step in truth for item in step["batch"] if item["worker"] is not None}
+        assert {s.attributes["pid"] for s in inits} == started
+    with capsys.disabled():
+        print(f"\n{'start':<11}{'loader':<12}{'batches':>8}{'wrong':>7}{'missing':>9}{'user spans':>12}")
+        for method, kind, batches, wrong, missing, once, _ in rows:
+            print(f"{method:<11}{kind:<12}{batches:>8}{wrong:>7}{missing:>9}{once:>12}")
+    for _, _, batches, wrong, missing, once, verdicts in rows:
+        assert (wrong, missing) == (0, 0), verdicts
+        assert once.split("/")[0] == once.split("/")[1] != "0", once
+        assert batches
+
+
+# In this process, with forked workers.
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3:
+            self.third()
+        return torch.tensor(index)
+
+    def third(self) -> None:
+        pass
+
+
+class Failing(Numbers):
+    def third(self) -> None:
+        raise KeyError("three")
+
+
+def train(batches: Any) -> list[Any]:
+    """A step a batch; what the batches were."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    for batch in batches:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(batch)
+    return seen
+
+
+def waits(recorded: Recorded) -> list[dict[str, Any]]:
+    return [dict(span.attributes or {}) for span in recorded.named("dataloader.next")]
+
+
+def forked(dataset: Dataset[Any], **keywords: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, num_workers=2, multiprocessing_context="fork", **keywords)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_dataset_stands_on_wait_and_fetch_and_is_torchs(workers: int) -> None:
+    with recording() as recorded:
+        loader = forked(Failing()) if workers else DataLoader(Failing())
+        with pytest.raises(KeyError, match="three"):
+            train(loader)
+    errors = [(span.name, span.attributes["error.type"]) for span in recorded.spans if "error.type" in span.attributes]
+    assert ("dataloader.next", "KeyError") in errors
+    assert ("dataloader.fetch", "KeyError") in errors
+    failed = [wait for wait in waits(recorded) if "error.type" in wait]
+    assert [wait["dl.batch.index"] for wait in failed] == [3]
+
+
+def test_an_iterator_older_than_the_run_has_waits_and_no_worker_that_reports() -> None:
+    loader = forked(Numbers(), persistent_workers=True)
+    iterator = iter(loader)
+    with recording() as recorded:
+        train(iterator)
+        assert train(loader) == list(range(6))
+    first, second = waits(recorded)[:6], waits(recorded)[6:]
+    assert len(second) == 6
+    assert not any("dl.batch.index" in wait for wait in first)
+    assert [wait["dl.batch.index"] for wait in second] == list(range(6))
+    assert all("dl.worker.pid" in wait and "dl.fetch.duration_ms" not in wait for wait in second)
+    assert not recorded.named("dataloader.fetch")
+
+
+def test_what_a_dataset_reads_from_a_loader_of_its_own_is_part_of_its_fetch() -> None:
+    class Nested(Numbers):
+        def third(self) -> None:
+            assert len(list(DataLoader(Numbers(), batch_size=2))) == 3
+
+    with recording() as recorded:
+        train(DataLoader(Nested()))
+        train(forked(Nested()))
+    assert len(recorded.named("dataloader.next")) == len(recorded.named("dataloader.fetch")) == 12
+
+
+def test_batches_that_come_out_of_order_keep_their_own_index() -> None:
+    with recording() as recorded:
+        got = [int(batch) for batch in train(forked(Numbers(), in_order=False))]
+    assert [wait["dl.batch.index"] for wait in waits(recorded)] == got
+
+
+def test_loaders_are_numbered_by_first_use_whatever_their_equality() -> None:
+    class Odd(DataLoader[Any]):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    with recording() as recorded:
+        first, second = Odd(Numbers(), batch_size=3), Odd(Numbers(), batch_size=3)
+        for loader in (second, first, second):
+            train(loader)
+    found = [(wait["dl.loader.id"], wait["dl.batch.index"]) for wait in waits(recorded)]
+    assert found == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+def test_the_table_of_loaders_keeps_none_alive_and_takes_no_successor_for_one() -> None:
+    loaders = Loaders()
+    numbers = []
+    for _ in range(50):
+        loader = DataLoader(Numbers())
+        numbers.append(loaders.epoch(loader))
+        del loader
+        gc.collect()
+    assert numbers == [(number, 0) for number in range(50)]
+    assert not loaders._known
+
+
+def test_a_stream_that_ends_in_a_worker_leaves_no_fetch() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    with recording() as recorded:
+        assert len(train(forked(Stream()))) == 6
+    assert len(recorded.named("dataloader.fetch")) == 6
+
+
+def test_uninstalling_puts_back_the_identical_objects_and_pickling_is_as_before() -> None:
+    kinds = (
+        torch_dataloader._BaseDataLoaderIter,
+        torch_dataloader._SingleProcessDataLoaderIter,
+        torch_dataloader._MultiProcessingDataLoaderIter,
+    )
+    before = [dict(vars(kind)) for kind in kinds]
+    loop = torch_worker._worker_loop
+    loader = forked(Numbers(), persistent_workers=True)
+    with recording():
+        assert torch_worker._worker_loop is not loop
+        assert pickle.loads(pickle.dumps(torch_worker._worker_loop)) is not None
+        copied: Any = copy.deepcopy(loader)
+        assert train(pickle.loads(pickle.dumps(loader))) == train(copied) == list(range(6))
+        with pytest.raises(NotImplementedError):
+            pickle.dumps(iter(loader))
+    assert torch_worker._worker_loop is loop
+    for kind, members in zip(kinds, before, strict=True):
+        assert dict(vars(kind)) == members
+    assert train(loader) == list(range(6))
+
+
+def test_the_name_of_a_batch_is_known_before_it_is_read() -> None:
+    with recording() as recorded:
+        train(forked(Numbers()))
+    wait = recorded.named("dataloader.next")[0]
+    fetch = recorded.named("dataloader.fetch")[0]
+    assert wait.links[0].context.trace_id == fetch.context.trace_id
+    assert fetch.parent is None
+    assert ids.span_id("a", "batch", 0, 0, "fetch") != ids.span_id("a", "batch", 0, 1, "fetch")
