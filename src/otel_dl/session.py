@@ -17,7 +17,7 @@ import wrapt
 from otel_dl import startup
 from otel_dl.export.provider import Connection, connect
 from otel_dl.lifecycle import Ending
-from otel_dl.patches import processes, training
+from otel_dl.patches import compilation, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.recording.builder import Builder
@@ -98,6 +98,7 @@ class Session:
             return
         installers = {
             **training.INSTALLERS,
+            "compilation": compilation.install,
             "dataloader": lambda run, patches: dataloader_patches.install(run, patches, self.relay),
             "processes": lambda run, patches: processes.install(run, patches, self.keywords, self.set_up_sdk),
         }
