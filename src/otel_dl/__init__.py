@@ -62,6 +62,7 @@ def keep() -> None:
     current = session.current()
     if current is not None and current.run.current is not None:
         current.run.current.requested = True
+        current.run.current.plain = False
 
 
 class step:
@@ -97,7 +98,7 @@ class span:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._step: Step | None = None
+        self._began: tuple[int, int] | None = None
 
     def __enter__(self) -> None:
         from otel_dl import session
@@ -105,10 +106,10 @@ class span:
         current = session.current()
         if current is not None:
             self._lane = current.run.local.lane
-            self._step = self._lane.begin_span(self._name)
+            self._began = self._lane.begin_span()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._step is not None:
-            self._lane.end_span(self._step, error)
+        if self._began is not None:
+            self._lane.end_span(self._name, *self._began, error)

@@ -43,6 +43,9 @@ class SamplerHead:
     def step(self, number: int) -> bool:
         return self.other(self._trace_id_of(number), SpanName.STEP)
 
+    def no_earlier(self, number: int) -> int:
+        return number
+
     def other(self, trace_id: int, name: str) -> bool:
         try:
             result = self.sampler.should_sample(self._parent, trace_id, name, SpanKind.INTERNAL, None, ())

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches
-from otel_dl.recording.lane import FETCH, NEXT
+from otel_dl.recording.lane import NEXT
+from otel_dl.recording.records import clock
 from otel_dl.workers.carrier import Carrier
 
 if TYPE_CHECKING:
@@ -209,13 +210,13 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
         try:
             data = original_next(self)
         except StopIteration:
-            _guard(patches, lane.stop_next)
+            _guard(patches, lane.stop_next, opened)
             raise
         except BaseException as error:
-            _guard(patches, lane.end, NEXT, error, info.batch if info is not None else None)
+            _guard(patches, lane.fail, NEXT, opened, error, info.batch if info is not None else None)
             raise
         try:
-            lane.end_next(info.batch if info is not None else None)
+            lane.end(NEXT, opened, info.batch if info is not None else None)
         except Exception as error:
             patches.fault(error)
         return data
@@ -226,33 +227,18 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
 
     @functools.wraps(original_data)
     def _next_data(self: Any) -> Any:
+        # No phase of its own: its two times travel with the batch.
+        start = clock()
         try:
-            lane = run.local.lane
-            info: Info | None = self._otel_dl
-            if info is not None:
-                info.batch = batch = (info.loader, info.epoch, info.fetched, "", 0, None, 0, "")
-                info.fetched += 1
-            else:
-                batch = None
-            opened = lane.kinds & NEXT and lane.begin(FETCH)
-        except Exception as error:
-            patches.fault(error)
             return original_data(self)
-        if not opened:
-            return original_data(self)
-        try:
-            data = original_data(self)
-        except StopIteration:
-            _guard(patches, lane.abandon, FETCH)
-            raise
-        except BaseException as error:
-            _guard(patches, lane.end, FETCH, error, batch)
-            raise
-        try:
-            lane.end(FETCH, None, batch)
-        except Exception as error:
-            patches.fault(error)
-        return data
+        finally:
+            try:
+                info: Info | None = self._otel_dl
+                if info is not None:
+                    info.batch = (info.loader, info.epoch, info.fetched, "", 0, None, 0, "", start, clock())
+                    info.fetched += 1
+            except Exception as error:
+                patches.fault(error)
 
     patches.replace(single, "_next_data", _next_data)
 
@@ -315,7 +301,7 @@ def _install_returned(patches: Patches, several: Any) -> None:
                 index = self._rcvd_idx - ahead if info.in_order else info.last
                 number = worker[0] if told else info.workers.pop(index)
                 info.batch = (
-                    info.loader, info.epoch, index, info.nonce, info.round, number, info.pids[number], info.method,
+                    info.loader, info.epoch, index, info.nonce, info.round, number, info.pids[number], info.method, 0, 0,
                 )  # fmt: skip
             except Exception as error:
                 patches.fault(error)

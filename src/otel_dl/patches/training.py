@@ -13,7 +13,15 @@ from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches
-from otel_dl.recording.lane import BACKWARD, FORWARD, SCHEDULER, ZERO_GRAD
+from otel_dl.recording.lane import (
+    BACKWARD,
+    EVAL_FORWARD,
+    FORWARD,
+    NEUTRAL_FORWARD,
+    OPTIMIZER,
+    SCHEDULER,
+    ZERO_GRAD,
+)
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -33,19 +41,19 @@ def phase(
             return original(*args, **kwargs)
         try:
             lane = run.local.lane
-            recorded = lane.begin(kind)
+            start = lane.begin(kind)
         except Exception as error:
             patches.fault(error)
             return original(*args, **kwargs)
-        if not recorded:
+        if not start:
             return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            _ended(patches, lane.end, kind, error)
+            _ended(patches, lane.fail, kind, start, error)
             raise
         try:
-            lane.end(kind)
+            lane.end(kind, start)
         except Exception as error:
             patches.fault(error)
         return result
@@ -82,23 +90,23 @@ def install_forward(run: Run, patches: Patches) -> None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
         try:
-            if not (self._parameters or self._modules):
-                trains = None if is_grad_enabled() else False
+            if self.training and is_grad_enabled():
+                kind = FORWARD if self._parameters or self._modules else NEUTRAL_FORWARD
             else:
-                trains = self.training and is_grad_enabled()
-            recorded = lane.begin_forward(trains)
+                kind = EVAL_FORWARD
+            start = lane.begin(FORWARD) if kind == FORWARD else lane.begin_untrained(kind)
         except Exception as error:
             patches.fault(error)
             return original(self, *args, **kwargs)
-        if not recorded:
+        if not start:
             return original(self, *args, **kwargs)
         try:
             result = original(self, *args, **kwargs)
         except BaseException as error:
-            _ended(patches, lane.end, FORWARD, error)
+            _ended(patches, lane.fail, kind, start, error)
             raise
         try:
-            lane.end(FORWARD)
+            lane.end(kind, start)
         except Exception as error:
             patches.fault(error)
         return result
@@ -184,19 +192,19 @@ def install_optimizer(run: Run, patches: Patches) -> None:
             try:
                 lane = run.local.lane
                 optimizer = id(self)
-                recorded = lane.begin_optimizer(optimizer)
+                start = lane.begin_optimizer(optimizer)
             except Exception as error:
                 patches.fault(error)
                 return original(self, *args, **kwargs)
-            if not recorded:
+            if not start:
                 return original(self, *args, **kwargs)
             try:
                 result = original(self, *args, **kwargs)
             except BaseException as error:
-                _ended(patches, lane.end_optimizer, optimizer, error)
+                _ended(patches, lane.fail, OPTIMIZER, start, error)
                 raise
             try:
-                lane.end_optimizer(optimizer)
+                lane.end_optimizer(start, optimizer)
             except Exception as error:
                 patches.fault(error)
             return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from typing import Final, Protocol
@@ -33,6 +34,10 @@ class Head(Protocol):
 
     def step(self, number: int) -> bool: ...
 
+    def no_earlier(self, number: int) -> int:
+        """The first step from `number` on that `step` may say yes to: how long nobody has to ask."""
+        ...
+
     def other(self, trace_id: int, name: str) -> bool:
         """The decision for a trace of another kind (evaluation, a batch), by its id."""
         ...
@@ -46,6 +51,9 @@ class AdaptiveHead:
 
     def step(self, number: int) -> bool:
         return number < CREDIT or number % EVERY == 0
+
+    def no_earlier(self, number: int) -> int:
+        return number if number < CREDIT else -(-number // EVERY) * EVERY
 
     def other(self, trace_id: int, name: str) -> bool:
         return True
@@ -73,6 +81,9 @@ class NeverHead:
     def step(self, number: int) -> bool:
         return False
 
+    def no_earlier(self, number: int) -> int:
+        return sys.maxsize
+
     def other(self, trace_id: int, name: str) -> bool:
         return False
 
@@ -80,49 +91,38 @@ class NeverHead:
 class SlowSteps:
     """Tells a slow step: over 3 times the 99th percentile of the last 1,000 steps, from 100 on.
 
-    Exact, and cheap for the ordinary step: durations are sorted in some at a time. `_surely_not` is what the limit
-    can't have fallen below meanwhile, for each new duration moves a percentile down by one rank at most.
+    Exact, and cheap for the ordinary step: a duration (ns) up to `limit` is certainly not slow, and whoever finds it so
+    appends it to `new`; any other is shown to `add`. `sort_in` is called after TOGETHER steps at the latest. For each
+    new duration moves a percentile down by one rank at most: that is how far `limit` stays below the rule's own.
     """
 
     TOGETHER: Final = 32
 
     def __init__(self) -> None:
+        self.limit = -1
+        self.new: list[int] = []
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
-        self._new: list[int] = []
-        self._surely_not = 0
-
-    def ordinary(self, duration: int) -> bool:
-        """Whether `duration` is certainly not slow; then it belongs to the history. False says nothing: ask `add`."""
-        new = self._new
-        if duration > self._surely_not or len(new) == self.TOGETHER:
-            return False
-        new.append(duration)
-        return True
 
     def add(self, duration: int) -> bool:
-        """Whether `duration` (ns) is slow against the steps before; it belongs to the history from now on."""
-        new = self._new
-        slow = False
-        if duration > self._surely_not or len(new) == self.TOGETHER:
-            self._sort_in()
-            ordered = self._sorted
-            count = len(ordered)
-            slow = count >= SLOW_FROM and duration > SLOW_FACTOR * ordered[count * 99 // 100]
-        new.append(duration)
-        return slow
-
-    def _sort_in(self) -> None:
+        """Whether `duration` is slow against the steps before; it belongs to the history from now on."""
+        self.sort_in()
         ordered = self._sorted
-        for duration in self._new:
+        count = len(ordered)
+        self.new.append(duration)
+        return count >= SLOW_FROM and duration > SLOW_FACTOR * ordered[count * 99 // 100]
+
+    def sort_in(self) -> None:
+        """Sorts the new durations in, and sets `limit` anew."""
+        ordered = self._sorted
+        for duration in self.new:
             if len(ordered) == SLOW_HISTORY:
                 del ordered[bisect_left(ordered, self._recent.popleft())]
             self._recent.append(duration)
             insort(ordered, duration)
-        self._new.clear()
+        self.new.clear()
         rank = len(ordered) * 99 // 100 - self.TOGETHER
-        if len(ordered) >= SLOW_FROM:
-            self._surely_not = SLOW_FACTOR * ordered[max(0, rank)] if rank > 0 else 0
+        self.limit = SLOW_FACTOR * ordered[rank] if len(ordered) >= SLOW_FROM else -1
 
 
 class Keep:

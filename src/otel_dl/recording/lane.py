@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
-from otel_dl.recording.records import Batch, Evaluation, Kind, Step, clock
+from otel_dl.recording.records import Evaluation, Kind, Step, clock
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
 # Plain integers: an IntFlag's own operators cost a microsecond each.
 NEXT: Final = int(Kind.NEXT)
-FETCH: Final = int(Kind.FETCH)
 FORWARD: Final = int(Kind.FORWARD)
 BACKWARD: Final = int(Kind.BACKWARD)
 OPTIMIZER: Final = int(Kind.OPTIMIZER)
@@ -29,6 +28,7 @@ SCHEDULER: Final = int(Kind.SCHEDULER)
 
 EVAL_FORWARD: Final = int(Kind.EVAL_FORWARD)
 NEUTRAL_FORWARD: Final = int(Kind.NEUTRAL_FORWARD)
+NEXT_ELSEWHERE: Final = int(Kind.NEXT_ELSEWHERE)
 
 _TRAINING: Final = frozenset({FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD})
 
@@ -50,9 +50,9 @@ class Segment(Enum):
 
 
 class Lane:
-    """One thread's recorder. `begin_*` returns 0 where the event is not recorded: then `end` must not be called."""
+    """One thread's recorder. `begin_*` returns the start, 0 where the event is not recorded: then nothing must end it."""
 
-    __slots__ = ("_evaluation", "_explicit", "_main", "_capacity", "_sequence", "_stack", "_thread", "former", "kinds", "run", "step")
+    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "_thread", "former", "kinds", "run", "step")
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -60,9 +60,6 @@ class Lane:
         self.kinds = 0
         """The open phases of this thread, one bit a `Kind`."""
         self.former = _NO_OPTIMIZERS
-        self._stack: list[tuple[int, int, int | str, int]] = []
-        """(sequence, parent, kind, start) of each open phase."""
-        self._sequence = 0
         self._capacity = run.settings.step_records
         self._evaluation: Evaluation | None = None
         self._explicit = False
@@ -75,28 +72,22 @@ class Lane:
     def begin(self, kind: int) -> int:
         """A phase that trains (forward in training mode, backward, zero_grad) or a scheduler's step begins."""
         kinds = self.kinds
-        if kinds & kind:
-            return 0
-        if not kinds:
+        if kinds:
+            if kinds & kind:
+                return 0
+        else:
             step = self.step
             if (step is None or not step.settled or get_current().get(SUPPRESSED)) and not self._outermost(kind):
                 return 0
         self.kinds = kinds | kind
-        self._sequence = sequence = self._sequence + 1
-        stack = self._stack
-        stack.append((sequence, stack[-1][0] if stack else 0, kind, clock()))
-        return sequence
+        return clock()
 
-    def begin_forward(self, trains: bool | None) -> int:
-        """A root forward begins; `trains` is None for one that says nothing (a loss module without parameters)."""
-        if trains:
-            return self.begin(FORWARD)
-        if self.kinds & FORWARD:
+    def begin_untrained(self, kind: int) -> int:
+        """A root forward begins that does not train: an EVAL_FORWARD or a NEUTRAL_FORWARD."""
+        if self.kinds & FORWARD or not (self.kinds or self._without_training(kind)):
             return 0
-        if not self.kinds and not self._without_training(trains):
-            return 0
-        self.kinds |= FORWARD
-        return self._push(NEUTRAL_FORWARD if trains is None else EVAL_FORWARD)
+        self.kinds |= kind
+        return clock()
 
     def begin_optimizer(self, optimizer: int) -> int:
         """The outermost `step()` of the optimizer with this id begins."""
@@ -107,44 +98,48 @@ class Lane:
             return 0
         self.stepping(optimizer)
         self.kinds |= OPTIMIZER
-        return self._push(OPTIMIZER)
+        return clock()
 
-    def _push(self, kind: int | str) -> int:
-        stack = self._stack
-        self._sequence = sequence = self._sequence + 1
-        stack.append((sequence, stack[-1][0] if stack else 0, kind, clock()))
-        return sequence
-
-    def end(self, opened: int, error: BaseException | None = None, batch: Batch | None = None) -> None:
-        """The innermost open phase ends; `opened` is its bit in `kinds`, 0 for a span that the user named."""
+    def end(self, kind: int, start: int, batch: tuple[Any, ...] | None = None) -> None:
+        """The innermost open phase, which is of this kind and began at `start`, ends."""
         end = clock()
-        sequence, parent, kind, start = self._stack.pop()
-        self.kinds &= ~opened
-        name = None
-        if error is not None:
-            # Checkpointing stops its recomputation early by raising (torch/utils/checkpoint.py): no failure.
-            name = error_name(error) if type(error).__name__ != "_StopRecomputationError" else None
+        self.kinds &= ~kind
         step = self.step
         if step is None:
-            self._end_outside((sequence, parent, kind, start, end, name, batch))
+            self._end_outside((kind, start, end, None, batch))
             return
-        if name is not None and not self.kinds and step.error is None:
-            step.error = name
         records = step.records
         if len(records) < self._capacity:
-            records.append((sequence, parent, kind, start, end, name, batch))
+            records.append((kind, start, end, None, batch))
         else:
             step.dropped += 1
 
-    def abandon(self, kind: int) -> None:
-        """The innermost open phase, of this kind, comes to nothing: no record."""
-        self._stack.pop()
+    def fail(self, kind: int, start: int, error: BaseException, batch: tuple[Any, ...] | None = None) -> None:
+        """It ends by an exception, which marks the step where it leaves the outermost phase."""
+        end = clock()
         self.kinds &= ~kind
-
-    def end_optimizer(self, optimizer: int, error: BaseException | None = None) -> None:
-        self.end(OPTIMIZER, error)
+        # Checkpointing stops its recomputation early by raising (torch/utils/checkpoint.py): no failure.
+        name = error_name(error) if type(error).__name__ != "_StopRecomputationError" else None
         step = self.step
-        if error is None and step is not None:
+        if name is not None and not self.kinds and step is not None and step.error is None:
+            step.error = name
+            step.plain = False
+        self._add((kind, start, end, name, batch))
+
+    def _add(self, record: tuple[Any, ...]) -> None:
+        step = self.step
+        if step is None:
+            self._end_outside(record)
+        elif len(step.records) < self._capacity:
+            step.records.append(record)
+        else:
+            step.dropped += 1
+
+    def end_optimizer(self, start: int, optimizer: int) -> None:
+        """The step of the optimizer with this id, which began at `start`, ends."""
+        self.end(OPTIMIZER, start)
+        step = self.step
+        if step is not None:
             if step.settled:
                 step.stepped = True
             else:
@@ -202,13 +197,13 @@ class Lane:
         tail = step.records[index:]
         del step.records[index:]
         end = start
-        if tail and tail[0][2] == EVAL_FORWARD:
+        if tail and tail[0][0] == EVAL_FORWARD:
             # Only now it is told from a forward between two optimizers of one step.
-            trained = next((i for i, record in enumerate(tail) if record[2] in _TRAINING), len(tail))
+            trained = next((i for i, record in enumerate(tail) if record[0] in _TRAINING), len(tail))
             self._evaluated(tail[:trained])
             self._close_evaluation()
             del tail[:trained]
-            start, end = min((record[3] for record in tail), default=clock()), self._last_end(step)
+            start, end = min((record[1] for record in tail), default=clock()), step.last(step.start)
         self.former = step.optimizers
         self.run.close(step, end)
         self.step = fresh = self.run.open(start, batch=False, former=self.former)
@@ -245,17 +240,17 @@ class Lane:
             self._close_evaluation()
         return True
 
-    def _without_training(self, trains: bool | None) -> bool:
+    def _without_training(self, kind: int) -> bool:
         """A forward in eval mode, without gradients, or one that says nothing, begins outside any phase."""
         run = self.run
         if not run.active or context.suppressed() or not self.bounds:
             return False
         step = self.step
         if step is None:
-            return trains is False and not self._explicit
-        if trains is False and not step.batch and not step.explicit and step.done:
+            return kind == EVAL_FORWARD and not self._explicit
+        if kind == EVAL_FORWARD and not step.batch and not step.explicit and step.done:
             if step.error is not None or (self.former and step.optimizers >= self.former):
-                self._close_step(step, self._last_end(step))
+                self._close_step(step, step.last(step.start))
             elif step.boundary is None:
                 step.boundary = (len(step.records), clock())
         return True
@@ -283,10 +278,7 @@ class Lane:
         else:
             start = clock()
         self.kinds |= NEXT
-        self._sequence = sequence = self._sequence + 1
-        stack = self._stack
-        stack.append((sequence, stack[-1][0] if stack else 0, NEXT, start))
-        return sequence
+        return start
 
     def _boundary(self, start: int, loader: int, epoch: int) -> None:
         """Ends the step where it is done, moves evaluation out, and begins one where none is open."""
@@ -294,7 +286,7 @@ class Lane:
         if self.run.stepper is not self and self._another_trains():
             if step is not None:
                 # Read before that thread's first optimizer step told who trains.
-                self.run.pending.extend((0, 0, *record[2:]) for record in step.records if record[2] == NEXT)
+                self.run.pending.extend((NEXT_ELSEWHERE, *r[1:]) for r in step.records if r[0] == NEXT)
                 self.step = None
             return
         if step is not None and step.explicit:
@@ -320,10 +312,10 @@ class Lane:
         """What followed the batch in hand. Evaluation is moved out; what trains is the step's for good."""
         followed = Segment.NOTHING
         for record in step.records[step.segment :]:
-            if record[2] in _TRAINING:
+            if record[0] in _TRAINING:
                 followed = Segment.TRAIN
                 break
-            if record[2] == EVAL_FORWARD:
+            if record[0] == EVAL_FORWARD:
                 followed = Segment.EVAL
         if followed == Segment.EVAL and step.batch and step.error is None:
             self._evaluated(step.records[step.segment :])
@@ -335,34 +327,24 @@ class Lane:
 
     def _left_behind(self, step: Step, loader: int, epoch: int) -> bool:
         """Whether a batch that nothing followed is of an earlier epoch of this loader: then it was not prefetched."""
-        batches = [record[6] for record in step.records[step.segment :] if record[6] is not None]
+        batches = [record[4] for record in step.records[step.segment :] if record[4] is not None]
         return any(batch[0] == loader and batch[1] != epoch for batch in batches)
 
-    def end_next(self, batch: Batch | None) -> None:
-        """`next()` returned a batch."""
-        if self.step is not None:
-            self.end(NEXT, None, batch)
-        else:
-            self._end_elsewhere(batch)
-
-    def _end_elsewhere(self, batch: Batch | None) -> None:
-        """A batch that this thread reads for the one that trains."""
-        _, _, _, start = self._stack.pop()
-        self.kinds &= ~NEXT
+    def _elsewhere(self, record: tuple[Any, ...]) -> None:
+        """A batch that this thread read for the one that trains."""
         run = self.run
-        record = (0, 0, NEXT, start, clock(), None, batch)  # sequences are each thread's own
+        record = (NEXT_ELSEWHERE, *record[1:])
         stepper = run.stepper
         step = stepper.step if stepper is not None else None
         if step is None:
             run.pending.append(record)
-        elif len(step.records) < run.settings.step_records:
+        elif len(step.records) < self._capacity:
             step.records.append(record)
         else:
             step.dropped += 1
 
-    def stop_next(self) -> None:
-        """`next()` raised StopIteration: it ends a step, begins none and uses up no number."""
-        _, _, _, start = self._stack.pop()
+    def stop_next(self, start: int) -> None:
+        """`next()`, called at `start`, raised StopIteration: it ends a step, begins none and uses up no number."""
         self.kinds &= ~NEXT
         step = self.step
         if step is None or self.kinds or step.explicit:
@@ -390,16 +372,20 @@ class Lane:
         if evaluation is not None:
             self.run.close_evaluation(evaluation)
 
-    def _end_outside(self, record: tuple[int, int, int | str, int, int, str | None, Batch | None]) -> None:
-        """A phase that ends while no step is open: evaluation's, or nobody's."""
-        if record[2] not in (EVAL_FORWARD, NEXT) or not self.bounds:
+    def _end_outside(self, record: tuple[Any, ...]) -> None:
+        """A phase that ends while this thread has no step open: evaluation's, another thread's, or nobody's."""
+        if not self.bounds:
+            if record[0] == NEXT and record[3] is None:
+                self._elsewhere(record)
+            return
+        if record[0] != EVAL_FORWARD:
             return
         evaluation = self._evaluation
         if evaluation is None:
             self._evaluation = evaluation = self.run.evaluation()
-        if record[5] is not None and evaluation.error is None:
-            evaluation.error = record[5]
-        if len(evaluation.records) < self.run.settings.step_records:
+        if record[3] is not None and evaluation.error is None:
+            evaluation.error = record[3]
+        if len(evaluation.records) < self._capacity:
             evaluation.records.append(record)
         else:
             evaluation.dropped += 1
@@ -432,7 +418,7 @@ class Lane:
             self._drop_beginning(step)
             trained = step.done or step.segment > 0
             if step.explicit or (trained and not self._explicit):
-                self._close_step(step, self._last_end(step) if step.records else clock())
+                self._close_step(step, step.last(clock()))
             else:
                 self._cancel(step)
         self._close_evaluation()
@@ -440,20 +426,17 @@ class Lane:
     def _drop_beginning(self, step: Step) -> None:
         """Takes from the run's last step what would have begun another one, where no batch tells: evaluation, and the
         zero_grad at the end of a loop."""
-        if step.batch or step.explicit or step.error is not None or self._stack:
+        if step.batch or step.explicit or step.error is not None or self.kinds:
             return
         index = step.boundary[0] if step.boundary is not None else 0
         tail = step.records[index:]
-        kinds = {record[2] for record in tail}
+        kinds = {record[0] for record in tail}
         if kinds == {ZERO_GRAD}:
             del step.records[index:]
             step.segment = min(step.segment, index)
         elif EVAL_FORWARD in kinds and not kinds & _TRAINING:
             del step.records[index:]
             self._evaluated(tail)
-
-    def _last_end(self, step: Step) -> int:
-        return max((record[4] for record in step.records), default=step.start)
 
     def enter_step(self, global_step: int | None) -> Step | None:
         """`otel_dl.step()` begins: it takes over a step that has only batches so far."""
@@ -487,17 +470,15 @@ class Lane:
             step.error = error_name(error)
         self._close_step(step, clock())
 
-    def begin_span(self, name: str) -> Step | None:
-        """A span that the user names begins: the step it belongs to, None where there is none and it is not recorded."""
+    def begin_span(self) -> tuple[int, int] | None:
+        """A span that the user names begins: (number of the step, start); None where no step is open."""
         if not self.run.active or self.step is None or context.suppressed():
             return None
-        self._push(name)
-        return self.step
+        return self.step.number, clock()
 
-    def end_span(self, step: Step, error: BaseException | None) -> None:
+    def end_span(self, name: str, number: int, start: int, error: BaseException | None) -> None:
         """It ends. One that saw its step end belongs to none, and is counted."""
-        if self.step is step:
-            self.end(0, error)
+        if self.step is not None and self.step.number == number:
+            self._add((name, start, clock(), error_name(error) if error is not None else None, None))
         else:
-            self._stack.pop()
             self.run.dropped["spans over several steps"] += 1

@@ -34,21 +34,22 @@ class Kind(IntFlag):
     """A phase, as a bit: a thread's open phases are one integer."""
 
     NEXT = 1
-    FETCH = 2
     FORWARD = 4
     BACKWARD = 8
     OPTIMIZER = 16
     ZERO_GRAD = 32
     SCHEDULER = 64
-    EVAL_FORWARD = 128
-    """A forward in eval mode or without gradients; open, it is a FORWARD."""
-    NEUTRAL_FORWARD = 256
+    EVAL_FORWARD = 128 | FORWARD
+    """A forward in eval mode or without gradients."""
+    NEUTRAL_FORWARD = 256 | FORWARD
     """A forward that says nothing of either: a loss module without parameters."""
+    NEXT_ELSEWHERE = 512 | NEXT
+    """A batch that another thread read."""
 
 
 NAMES: Final[dict[int, str]] = {
     Kind.NEXT: SpanName.NEXT,
-    Kind.FETCH: SpanName.FETCH,
+    Kind.NEXT_ELSEWHERE: SpanName.NEXT,
     Kind.FORWARD: SpanName.FORWARD,
     Kind.EVAL_FORWARD: SpanName.FORWARD,
     Kind.NEUTRAL_FORWARD: SpanName.FORWARD,
@@ -63,7 +64,7 @@ class Batch(NamedTuple):
     """Where the batch came from that a `dataloader.next` returned.
 
     `epoch` counts the epochs of `loader`, `round` those of the iterator that read it (its nonce and round name the
-    batch's own trace). `worker` is None where the main process read it.
+    batch's own trace). `worker` is None where the main process read it, from `fetch_start` to `fetch_end` (`clock`).
     """
 
     loader: int
@@ -74,18 +75,18 @@ class Batch(NamedTuple):
     worker: int | None = None
     pid: int = 0
     start_method: str = ""
+    fetch_start: int = 0
+    fetch_end: int = 0
 
 
 class Record(NamedTuple):
     """One event. On the hot path a plain tuple with these fields in this order (a NamedTuple costs 100 ns more).
 
-    `sequence` is counted by the thread (0 in the step of another thread), `parent` the sequence of the phase around it, 0 for the step itself. `kind` is
-    a `Kind`, or the name of a span that the user asked for. `start` and `end` are readings of `clock`; `error` the
-    qualified name of the exception that left it.
+    `kind` is a `Kind`, or the name of a span that the user asked for. `start` and `end` are readings of `clock`: the
+    phases of a thread are nested, so which record is whose parent follows from them. `error` is the qualified name of
+    the exception that left it.
     """
 
-    sequence: int
-    parent: int
     kind: int | str
     start: int
     end: int
@@ -130,6 +131,8 @@ class Step:
     global_step: int | None = None
     explicit = False
     requested = False
+    plain = False
+    """Whether nothing has happened that makes it more than an ordinary step: see `Run.advance`."""
     reason = ""
     span: StepSpan | None = None
     context: object = None
@@ -147,6 +150,10 @@ class Step:
         self.head = head
         self.records: list[tuple[Any, ...]] = []
         self.user_spans: list[ReadableSpan] = []
+
+    def last(self, default: int) -> int:
+        """When its last event ended."""
+        return max((record[2] for record in self.records), default=default)
 
     @property
     def done(self) -> bool:

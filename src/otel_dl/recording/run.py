@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
+from otel_dl.recording.context import get_current
 from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep
 from otel_dl.recording.records import Evaluation, Step
@@ -61,6 +62,8 @@ class Run:
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
         self.number = 0
+        self._attention = 0
+        """The first step to come that needs more than to be recorded: see `_head_keeps`."""
         self.evaluations = 0
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
@@ -111,6 +114,7 @@ class Run:
             step.span = span = StepSpan(self, step, outer)
             context.attach(span)
         step.context = context.get_current()
+        step.plain = not (step.head or step.link is not None or number == 0)
         return step
 
     @property
@@ -125,32 +129,32 @@ class Run:
         That is the ordinary case, and the hot one: closing it and opening another costs three times as much. Where it
         is not the ordinary case nothing is done, and False returned.
         """
-        keep = self.keep
-        span = step.span
         number = step.number + 1
-        head = keep.head.step(number)
+        slow = self.keep.slow
+        duration = start - step.start
         if (
-            step.head
-            or step.error is not None
-            or step.requested
-            or number == 1
-            or step.link is not None
-            or (span.asked is not None if span is not None else head)
-            or context.get_current() is not step.context
+            not step.plain
             or self.pending
-            or not keep.slow.ordinary(start - step.start)
+            or duration > slow.limit
+            or get_current() is not step.context
+            or (number >= self._attention and self._head_keeps(number))
         ):
             return False
+        slow.new.append(duration)
         self.number = step.number = number
         step.start = start
-        step.head = head
-        if span is not None:
-            span.sampled = head
         step.records.clear()
         step.stepped = False
         if step.dropped or step.segment:
             step.dropped = step.segment = 0
         return True
+
+    def _head_keeps(self, number: int) -> bool:
+        """The head decision for a step that cannot just be recorded; says how long the next ones can."""
+        keep = self.keep
+        keep.slow.sort_in()
+        self._attention = min(keep.head.no_earlier(number + 1), number + keep.slow.TOGETHER)
+        return keep.head.step(number)
 
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
@@ -247,4 +251,5 @@ class StepSpan(context.DerivedSpan):
         assert step is not None, "asked while it is open"
         trace_id, span_id = self._run.step_ids(step.number)
         self._run.undecided[trace_id] = step
+        step.plain = False
         return trace_id, span_id

@@ -123,14 +123,16 @@ class SpanBuilder:
     def _phases(
         self, root: SpanContext, records: list[Record], warm: bool, reason: str, spans: list[ReadableSpan]
     ) -> None:
-        records.sort(key=lambda record: (record.start, record.sequence))
-        contexts = [
-            _context(root.trace_id, self._ordinal(root.trace_id, ordinal)) for ordinal in range(1, len(records) + 1)
-        ]
-        by_sequence = {record.sequence: context for record, context in zip(records, contexts, strict=True)}
-        batches = {record.sequence: Batch._make(record.batch) for record in records if record.batch is not None}
-        for record, context in zip(records, contexts, strict=True):
-            parent = by_sequence[record.parent] if record.parent in by_sequence and record.parent else root
+        around: list[tuple[Record, SpanContext]] = []
+        ordinal = 0
+        for record in _nested(records):
+            ordinal += 1
+            context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+            while around and record.end > around[-1][0].end:
+                around.pop()
+            parent = around[-1][1] if around else root
+            if record.kind != Kind.NEXT_ELSEWHERE:
+                around.append((record, context))
             attributes: Attributes = {}
             links: list[Link] = []
             fetched: Fetch | None = None
@@ -138,14 +140,11 @@ class SpanBuilder:
                 name, scope = record.kind, _USER_SCOPE
             else:
                 name, scope = NAMES[record.kind], _SCOPE
-                if record.kind != Kind.FETCH:
-                    attributes["is_warmup"] = warm
+                attributes["is_warmup"] = warm
             batch = Batch._make(record.batch) if record.batch is not None else None
-            if record.kind == Kind.FETCH:
-                batch = batches.get(record.parent)
             if batch is not None:
                 attributes |= _batch_attributes(batch)
-                if record.kind == Kind.NEXT and batch.worker is not None:
+                if batch.worker is not None:
                     fetched = self._take((batch.nonce, batch.round, batch.index))
                     if fetched is not None:
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
@@ -156,8 +155,19 @@ class SpanBuilder:
                 name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope
             )
             spans.append(span)
-            if fetched is not None and batch is not None:
+            if batch is None:
+                continue
+            if fetched is not None:
                 spans.extend(self.fetch(fetched, reason, batch, context))
+            elif batch.worker is None and batch.fetch_end:
+                ordinal += 1
+                child = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+                spans.append(
+                    self._span(
+                        SpanName.FETCH, child, context, batch.fetch_start, batch.fetch_end, _batch_attributes(batch),
+                        record.error, (),
+                    )
+                )  # fmt: skip
 
     def _first(self, kind: str, reason: str, dropped: int) -> Attributes:
         identity = self._run.identity
@@ -215,6 +225,11 @@ class SpanBuilder:
             end_time=end,
             instrumentation_scope=scope,
         )
+
+
+def _nested(records: list[Record]) -> list[Record]:
+    """By start, what is around before what is within (on the hot path a record is written when it ends)."""
+    return sorted(reversed(records), key=lambda record: (record.start, -record.end))
 
 
 def _batch_attributes(batch: Batch) -> Attributes:
