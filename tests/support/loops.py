@@ -2,7 +2,7 @@
 
 A form is a generator. It makes what a script makes first (model, optimizer, loader), yields its models, and trains when
 it is resumed. Meanwhile it writes a `Diary`: each step's phases and loss, as the script knows them. Nothing of otel-dl
-is asked, or imported. Everything is small, and drawn from the global generators, which `seed` sets.
+is asked. Everything is small, and drawn from the global generators, which `seed` sets.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
+
+import otel_dl
 
 Form = Callable[["Diary"], Iterator[Any]]
 
@@ -45,9 +47,9 @@ class Diary:
     nexts_elsewhere: int = 0
     """Batches that another thread took; in which step's time is chance."""
 
-    def step(self, phases: str, loss: Tensor | None = None) -> None:
+    def step(self, phases: str, loss: Tensor | None = None, failed: bool | None = None) -> None:
         self.steps.append(phases)
-        self.errors += "!" in phases
+        self.errors += "!" in phases if failed is None else failed
         if loss is not None:
             self.losses.append(loss.detach().item())
 
@@ -809,3 +811,88 @@ def no_loader_forward_that_raises(diary: Diary) -> Iterator[Any]:
             diary.step(UPDATE, update(model, optimizer, x, y))
         except ValueError:
             diary.step("zero_grad forward!")
+
+
+# Loops that say themselves what a step is.
+
+
+@form
+def explicit_steps(diary: Diary) -> Iterator[Any]:
+    """No optimizer; what is outside belongs to no step."""
+    model = network()
+    yield model
+    for number in range(4):
+        with otel_dl.step(global_step=100 + number):
+            x, y = batch()
+            loss = F.cross_entropy(model(x), y)
+            diary.step("forward", loss)
+        model(x)
+
+
+@form
+def explicit_steps_with_a_loader(diary: Diary) -> Iterator[Any]:
+    """The batch taken before is the step's."""
+    model, data = network(), loader(4)
+    optimizer = sgd(model)
+    yield model
+    for x, y in data:
+        with otel_dl.step():
+            diary.step(f"next {UPDATE}", update(model, optimizer, x, y))
+
+
+@form
+def explicit_steps_of_several_batches(diary: Diary) -> Iterator[Any]:
+    model, data = network(), loader(6)
+    optimizer = sgd(model)
+    yield model
+    batches = iter(data)
+    for _ in range(3):
+        with otel_dl.step():
+            for _ in range(2):
+                loss = update(model, optimizer, *next(batches))
+        diary.step(f"next {UPDATE} next {UPDATE}", loss)
+
+
+@form
+def explicit_step_that_raises(diary: Diary) -> Iterator[Any]:
+    model, data = network(), loader(4)
+    optimizer = sgd(model)
+    yield model
+    for number, (x, y) in enumerate(data):
+        try:
+            with otel_dl.step():
+                loss = update(model, optimizer, x, y)
+                if number == 1:
+                    raise ArithmeticError("not converging")
+        except ArithmeticError:
+            pass
+        diary.step(f"next {UPDATE}", loss, failed=number == 1)
+
+
+@form
+def spans_of_ones_own(diary: Diary) -> Iterator[Any]:
+    model, data = network(), loader(4)
+    optimizer = sgd(model)
+    yield model
+    with otel_dl.span("outside any step"):
+        pass
+    for x, y in data:
+        with otel_dl.span("augment"):
+            x = x.flip(1)
+        with otel_dl.span("update"):
+            loss = update(model, optimizer, x, y)
+        diary.step(f"next augment update({UPDATE})", loss)
+
+
+@form
+def span_that_an_exception_left(diary: Diary) -> Iterator[Any]:
+    """No phase, and caught by the user: marks the span alone."""
+    model, data = network(), loader(3)
+    optimizer = sgd(model)
+    yield model
+    for x, y in data:
+        try:
+            with otel_dl.span("augment"):
+                raise OSError("a file that is not there")
+        except OSError:
+            diary.step(f"next augment! {UPDATE}", update(model, optimizer, x, y), failed=False)

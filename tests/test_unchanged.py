@@ -1,0 +1,370 @@
+"""Training is the same with and without otel-dl: every loss, every weight, every random number, every compiled graph;
+and what can be done with a model, a loader or an optimizer without it can be done with it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import pickle
+import pickletools
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.children import environment
+from support.inprocess import recording
+from support.loops import FORMS, LONG, loader, network, seed, sgd, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_forms = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in FORMS]
+
+
+def outcome(name: str, after_setup: Callable[[], None] = lambda: None) -> list[bytes]:
+    """Everything that one draw too many, or one rounding otherwise, would change."""
+    diary, weights = train(FORMS[name], after_setup)
+    return [
+        np.array(diary.losses).tobytes(),
+        *(weight.numpy().tobytes() for weight in weights),
+        repr(random.getstate()).encode(),
+        repr([part.tobytes() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]).encode(),
+        torch.get_rng_state().numpy().tobytes(),
+    ]
+
+
+@pytest.fixture(scope="module")
+def bare() -> Callable[[str], list[bytes]]:
+    known: dict[str, list[bytes]] = {}
+
+    def of(name: str) -> list[bytes]:
+        if name not in known:
+            known[name] = outcome(name)
+        return known[name]
+
+    return of
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("name", _forms)
+    def test_a_form_is_the_same_twice_without_otel_dl(self, name: str, bare: Callable[[str], list[bytes]]) -> None:
+        """Else the next two would show nothing."""
+        assert outcome(name) == bare(name)
+
+    @pytest.mark.parametrize("name", _forms)
+    def test_switched_on_before_anything_exists(self, name: str, bare: Callable[[str], list[bytes]]) -> None:
+        with recording():
+            assert outcome(name) == bare(name)
+
+    @pytest.mark.parametrize("name", _forms)
+    def test_switched_on_when_model_optimizer_and_loader_exist(
+        self, name: str, bare: Callable[[str], list[bytes]]
+    ) -> None:
+        with contextlib.ExitStack() as session:
+            recorded = []
+            without = bare(name)
+            assert outcome(name, lambda: recorded.append(session.enter_context(recording()))) == without
+        assert recorded[0].named("train.step")
+
+    def test_with_an_sdk_that_otel_dl_set_up(self, tmp_path: Path) -> None:
+        """All forms in one process, with the way to files whole; the same without, in another."""
+
+        def outcomes(*arguments: str) -> dict[str, str]:
+            done = subprocess.run(
+                [sys.executable, str(Path(__file__).parent / "scripts" / "every_form.py"), *arguments],
+                env=environment({"OTEL_TRACES_EXPORTER": "otel_dl_file", "OTEL_DL_DIR": str(tmp_path)}),
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            return json.loads(done.stdout)
+
+        assert outcomes("instrument") == outcomes()
+        assert list(tmp_path.iterdir())
+
+
+class TestCompiling:
+    """As many graphs, graph breaks and compilations as without."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> Iterator[None]:
+        torch.compiler.reset()
+        yield
+        torch.compiler.reset()
+
+    def model(self) -> None:
+        compiled: Any = torch.compile(network(), backend="eager")
+        for rows in (4, 4, 5, 6):
+            compiled(torch.randn(rows, 6)).sum().backward()
+
+    def submodules_one_by_one(self) -> None:
+        model = network()
+        for layer in model:
+            layer.compile(backend="eager")
+        for _ in range(3):
+            model(torch.randn(4, 6)).sum().backward()
+
+    def whole_step(self) -> None:
+        model = network()
+        optimizer = sgd(model)
+
+        @torch.compile(backend="eager")
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for _ in range(3):
+            step(torch.randn(4, 6))
+
+    def optimizer_step(self) -> None:
+        model = network()
+        optimizer = sgd(model)
+
+        @torch.compile(backend="eager")
+        def step() -> None:
+            optimizer.step()
+
+        for _ in range(3):
+            model(torch.randn(4, 6)).sum().backward()
+            step()
+            optimizer.zero_grad()
+
+    def evaluation_and_training(self) -> None:
+        model = network()
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            compiled(torch.randn(4, 6)).sum().backward()
+            model.eval()
+            with torch.no_grad():
+                compiled(torch.randn(4, 6))
+            model.train()
+
+    def in_a_loop_over_a_loader(self) -> None:
+        model = network()
+        optimizer = sgd(model)
+
+        @torch.compile(backend="eager")
+        def epoch() -> None:
+            for x, y in data:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        data = loader(3)
+        epoch()
+
+    SCRIPTS = (
+        model,
+        submodules_one_by_one,
+        whole_step,
+        optimizer_step,
+        evaluation_and_training,
+        in_a_loop_over_a_loader,
+    )
+
+    @staticmethod
+    def counted(script: Callable[[Any], None], self: Any) -> dict[str, Any]:
+        from torch._dynamo.utils import counters
+
+        torch.compiler.reset()
+        counters.clear()
+        seed()
+        script(self)
+        # Only what was compiled, and why it broke off; the text of a reason may name a line of the caller's.
+        return {
+            "unique graphs": counters["stats"]["unique_graphs"],
+            "calls captured": counters["stats"]["calls_captured"],
+            "frames": dict(counters["frames"]),
+            "graph breaks": sum(counters["graph_break"].values()),
+            "recompilations": dict(counters["recompiles"]) if "recompiles" in counters else {},
+        }
+
+    @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+    def test_as_without(self, script: Callable[[Any], None]) -> None:
+        without = self.counted(script, self)
+        assert without["unique graphs"] > 0
+        with recording():
+            assert self.counted(script, self) == without
+
+    def test_explain_says_the_same(self) -> None:
+        def explained() -> tuple[int, int, int]:
+            torch.compiler.reset()
+            found = torch._dynamo.explain(network())(torch.randn(4, 6))
+            return found.graph_count, found.graph_break_count, found.op_count
+
+        without = explained()
+        with recording():
+            assert explained() == without
+
+    def test_compiled_before_goes_on_without_compiling_again(self) -> None:
+        model: Any = torch.compile(network(), backend="eager")
+        x = torch.randn(4, 6)
+        model(x).sum().backward()
+        with recording() as recorded, torch.compiler.set_stance("fail_on_recompile"):
+            model(x).sum().backward()
+            assert recorded.run.current is not None
+        with torch.compiler.set_stance("fail_on_recompile"):
+            model(x).sum().backward()
+
+    def test_fullgraph(self) -> None:
+        with recording():
+            compiled: Any = torch.compile(network(), backend="eager", fullgraph=True)
+            compiled(torch.randn(4, 6))
+
+
+class Objects:
+    """What a script has in hand, made the same way each time."""
+
+    def __init__(self) -> None:
+        seed()
+        self.model = network()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, 10)
+        self.loader = loader(2)
+        self.scaler = torch.amp.GradScaler("cpu")
+        x, y = next(iter(self.loader))
+        F.cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+
+def plain(value: Any) -> Any:
+    """`value` as something that `==` compares, tensors by their bits."""
+    if isinstance(value, Tensor):
+        return value.detach().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def shape(pickled: bytes) -> list[Any]:
+    """What a pickle says; names of tensors' storages are addresses."""
+    return [
+        (opcode.name, argument if isinstance(argument, str) and not argument.isdigit() else None)
+        for opcode, argument, _ in pickletools.genops(pickled)
+    ]
+
+
+class TestCopying:
+    @pytest.mark.parametrize("name", ["model", "optimizer", "scheduler", "loader", "scaler"])
+    def test_pickles_are_those_without(self, name: str) -> None:
+        without = pickle.dumps(getattr(Objects(), name))
+        with recording():
+            made = pickle.dumps(getattr(Objects(), name))
+        assert shape(made) == shape(without)
+        pickle.loads(made)
+
+    @pytest.mark.parametrize("name", ["model", "optimizer", "scheduler", "loader", "scaler"])
+    def test_deep_copies_are_equal_and_independent(self, name: str) -> None:
+        with recording():
+            objects = Objects()
+            original = getattr(objects, name)
+            copied = copy.deepcopy(original)
+            assert type(copied) is type(original)
+            if hasattr(original, "state_dict"):
+                assert plain(copied.state_dict()) == plain(original.state_dict())
+            else:
+                assert len(copied) == len(original)
+                next(iter(copied))
+
+    def test_what_was_pickled_with_it_is_read_without_and_the_other_way(self) -> None:
+        with recording():
+            made = pickle.dumps(Objects().model)
+        assert plain(pickle.loads(made).state_dict()) == plain(Objects().model.state_dict())
+        made = pickle.dumps(Objects().model)
+        with recording():
+            assert plain(pickle.loads(made).state_dict()) == plain(Objects().model.state_dict())
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            "torch.nn.Module.zero_grad",
+            "torch.optim.Optimizer.zero_grad",
+            "torch.optim.SGD.step",
+            "torch.nn.Module.__call__",
+            "torch.utils.data._utils.worker._worker_loop",
+        ],
+    )
+    def test_patched_functions_are_still_pickled_by_their_name(self, function: str) -> None:
+        def found() -> Any:
+            value: Any = sys.modules["torch"]
+            for part in function.split(".")[1:]:
+                value = getattr(value, part)
+            return value
+
+        with recording():
+            pickle.loads(pickle.dumps(found()))
+
+
+def _script(model: nn.Module) -> str:
+    return torch.jit.script(model).code
+
+
+def _trace(model: nn.Module) -> str:
+    return torch.jit.trace(model, torch.ones(4, 6)).code
+
+
+def _symbolic_trace(model: nn.Module) -> str:
+    return torch.fx.symbolic_trace(model).code
+
+
+def _export(model: nn.Module) -> str:
+    return str(torch.export.export(model, (torch.ones(4, 6),)).graph)
+
+
+def _grad(model: nn.Module) -> Any:
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    return plain(torch.func.grad(loss)(parameters, torch.ones(4, 6)))
+
+
+def _vmap(model: nn.Module) -> Any:
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    return plain(torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.ones(4, 6)))
+
+
+class Counting(torch.Tensor):
+    """A subclass that sees every function."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def _subclass(model: nn.Module) -> list[str]:
+    Counting.seen = []
+    model(torch.ones(4, 6).as_subclass(Counting)).sum().backward()
+    return Counting.seen
+
+
+@pytest.mark.parametrize(
+    "use", [_script, _trace, _symbolic_trace, _export, _grad, _vmap, _subclass], ids=lambda use: use.__name__[1:]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_torch_makes_of_a_model_is_the_same(use: Callable[[nn.Module], Any]) -> None:
+    seed()
+    model = network().eval()
+    without = use(model)
+    with recording():
+        assert use(model) == without
