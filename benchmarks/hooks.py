@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from measure import Sample, added, interleaved, machine, timed
+from _measure import Sample, added, interleaved, machine, timed
 from otel_dl.patches import dataloader, training
 from otel_dl.patches._patching import Patches
 from otel_dl.recording.keep import NeverHead
