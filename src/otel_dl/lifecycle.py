@@ -13,6 +13,7 @@ thread only flushes.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import logging
 import multiprocessing.process
@@ -145,6 +146,8 @@ class Ending:
                 self._call_end(self._settings.exit_delay, error)
             finally:
                 self._ended.set()
+            if type(error) is KeyboardInterrupt:
+                _stay_interrupted()
         if self._dying:
             self._wait_for_death()
         # What is left of the interpreter's end runs no handler in time: SIGTERM has to work as ever.
@@ -266,6 +269,16 @@ def _last_error() -> BaseException | None:
 def _new_error(seen: int) -> BaseException | None:
     error = _last_error()
     return None if error is None or id(error) == seen else error
+
+
+def _stay_interrupted() -> None:
+    """Lets the interpreter end by SIGINT, as it does after a KeyboardInterrupt, whatever was run since.
+
+    It notes the exception when a top-level run ends with it, and forgets it at the next `exec` or `eval` of a text
+    (3.10 to 3.14: pythonrun.c `run_eval_code_obj`). An import at the end, such as grpc's, holds some.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")
 
 
 def _write(descriptor: int, byte: int) -> None:

@@ -44,7 +44,10 @@ class ProviderSink(QueueSink):
         for processor in self._processors():
             queue, size = _queue_of(processor)
             if queue is not None and size is not None:
-                rooms.append(max(1, size // 2) - len(queue))
+                # At the end nothing goes behind an export that may be hanging: the provider exports batch after batch,
+                # and each adds its time to the end of the process.
+                held_up = self._hurried() and _is_exporting(processor)
+                rooms.append(0 if held_up else max(1, size // 2) - len(queue))
             elif isinstance(processor, BatchSpanProcessor):
                 rooms.append(self._blind_room())
         room = min(rooms, default=self._batch)
@@ -88,6 +91,11 @@ class ProviderSink(QueueSink):
         super()._begin()
         self._warned = False
         keep_random_apart()
+
+
+def _is_exporting(processor: Any) -> bool:
+    lock = getattr(getattr(processor, "_batch_processor", None), "_export_lock", None)
+    return lock is not None and lock.locked()
 
 
 def _queue_of(processor: Any) -> tuple[Sized | None, int | None]:

@@ -1,8 +1,8 @@
 """A bounded queue and one daemon thread between training and whatever takes the spans.
 
-`offer` costs microseconds and never waits for a receiver. The thread is started by the first span, so a process that
-exports nothing has neither the thread nor an exporter. Nothing here depends on the receiver: it may be away, hang, or
-swallow everything; memory stays bounded, `flush` and `close` keep their deadlines, and what is lost is counted.
+`offer` costs microseconds and never waits for a receiver. The thread is started by `open` or the first span, so a
+process without steps has neither the thread nor an exporter. Nothing here depends on the receiver: it may be away,
+hang, or swallow everything; memory stays bounded, `flush` and `close` keep their deadlines, what is lost is counted.
 """
 
 from __future__ import annotations
@@ -129,6 +129,11 @@ class QueueSink(ABC):
         with self._lock:
             sending = len(self._sending.spans) if self._sending is not None else 0
             return len(self._fresh) + sum(len(batch.spans) for batch in self._failed) + sending
+
+    def open(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._ended:
+                self._start()
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
         if not spans:

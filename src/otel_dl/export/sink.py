@@ -29,6 +29,13 @@ class Sink(Protocol):
         """Spans that were offered and are neither exported nor dropped."""
         ...
 
+    def open(self) -> None:
+        """Makes the thread and the exporter, in the background; else the first span does.
+
+        For the beginning of the first step: importing gRPC takes longer than the end of a process may wait.
+        """
+        ...
+
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
         """Takes `spans` over; from any thread, also in a signal handler."""
         ...
@@ -56,6 +63,9 @@ class NoSink:
     @property
     def waiting(self) -> int:
         return 0
+
+    def open(self) -> None:
+        pass
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
         pass
@@ -90,6 +100,10 @@ class Sinks:
     @property
     def waiting(self) -> int:
         return max(sink.waiting for sink in self._sinks)
+
+    def open(self) -> None:
+        for sink in self._sinks:
+            sink.open()
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
         for sink in self._sinks:
