@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -23,12 +24,16 @@ def activate() -> None:
 
     startup.zero_code = True
     startup.import_torch.install()
+    wrapt.register_post_import_hook(_torch_imported, "torch")
 
-    def torch_imported(_: object) -> None:
+
+def _torch_imported(torch: object) -> None:
+    try:
         from otel_dl.instrumentor import TorchInstrumentor
 
         instrumentor = TorchInstrumentor()
         if not instrumentor.is_instrumented_by_opentelemetry:
             instrumentor.instrument(set_up_sdk="late")
-
-    wrapt.register_post_import_hook(torch_imported, "torch")
+    except Exception:
+        # It would leave the user's `import torch`.
+        logging.getLogger("otel_dl").warning("otel-dl: this process is not traced.", exc_info=True)

@@ -123,5 +123,6 @@ class KeepReason:
     ERROR: Final = "error"
     REQUESTED: Final = "requested"
     SLOW: Final = "slow"
+    PEER: Final = "peer"
     WARMUP: Final = "warmup"
     HEAD: Final = "head"

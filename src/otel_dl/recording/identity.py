@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 
-_LABELS = ("OTEL_DL_RUN_LABEL", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
+_LABELS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 
 def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:

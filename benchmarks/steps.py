@@ -1,0 +1,109 @@
+"""µs that otel-dl adds to a whole training step, as instrumented by `otel_dl.instrument()`.
+
+A small network on one thread, data read in the main process. *Not kept*: no sampler, a run past its first 1,000 steps
+(one step in 64 is kept, built and exported). *Kept*: `OTEL_TRACES_SAMPLER=always_on`, every step built and exported, to
+an exporter that encodes OTLP and throws it away. Wall time is what the training thread waits; CPU time is all threads'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from _measure import Sample, machine, spread, timed
+
+ROUNDS = 31
+STEPS = 2_000
+
+
+def job(connection: Connection, environment: dict[str, str], instrumented: bool) -> None:
+    """Answers each message with a sample of STEPS steps."""
+    os.environ.update(environment)
+    import torch
+    from opentelemetry import trace
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.set_num_threads(1)
+    if instrumented:
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+        from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+        import otel_dl
+
+        class Discard(SpanExporter):
+            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+                encode_spans(spans).SerializeToString()
+                return SpanExportResult.SUCCESS
+
+        provider = TracerProvider()
+        provider.add_span_processor(BatchSpanProcessor(Discard()))
+        trace.set_tracer_provider(provider)
+        otel_dl.instrument()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(STEPS + 1, 8)), batch_size=1)
+
+    def sample() -> Sample:
+        batches = iter(loader)
+        next(batches)
+
+        def body() -> None:
+            batch = next(batches)[0]
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+        return timed(body, STEPS)
+
+    sample()
+    connection.send(None)
+    with contextlib.suppress(EOFError):
+        while connection.recv():
+            connection.send(sample())
+    os._exit(0)
+
+
+def start(environment: dict[str, str], instrumented: bool) -> Callable[[], Sample]:
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    multiprocessing.get_context("spawn").Process(
+        target=job, args=(theirs, environment, instrumented), daemon=True
+    ).start()
+    ours.recv()
+
+    def sample() -> Sample:
+        ours.send(True)
+        return ours.recv()
+
+    return sample
+
+
+def main() -> None:
+    print(machine())
+    jobs = {
+        "without": start({}, False),
+        "not kept": start({}, True),
+        "kept": start({"OTEL_TRACES_SAMPLER": "always_on"}, True),
+        "ratio of 0": start({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}, True),
+    }
+    samples: dict[str, list[Sample]] = {name: [] for name in jobs}
+    for turn in range(ROUNDS):
+        for name in jobs if turn % 2 == 0 else reversed(jobs):
+            samples[name].append(jobs[name]())
+    print(f"a step without: {statistics.median(s.wall for s in samples['without']) / 1e3:.1f} µs")
+    for name in list(jobs)[1:]:
+        pairs = list(zip(samples[name], samples["without"], strict=True))
+        wall = spread([(one.wall - other.wall) / 1e3 for one, other in pairs])
+        cpu = spread([(one.cpu - other.cpu) / 1e3 for one, other in pairs])
+        print(f"added to a step, {name:12} wall µs {wall.median:6.1f} [{wall.low:.1f} … {wall.high:.1f}]"
+              f"   CPU µs {cpu.median:6.1f} [{cpu.low:.1f} … {cpu.high:.1f}]")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
