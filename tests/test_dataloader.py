@@ -55,13 +55,15 @@ def wrong_about(truth: dict[str, Any], trace: Trace) -> str:
         return "missing"
     wait, fetch = waits[0], fetches[0]
     first = truth["batch"][0]
-    said = wait.attributes.get("dl.worker.id"), wait.resource["process.pid"] if first["worker"] is None else (
-        wait.attributes["dl.worker.pid"]
+    said = (
+        wait.attributes.get("dl.worker.id"),
+        wait.resource["process.pid"] if first["worker"] is None else (wait.attributes["dl.worker.pid"]),
     )
     if said != (first["worker"], first["pid"]) or fetch.resource["process.pid"] != first["pid"]:
         return "worker"
-    if fetch.resource.get("dl.worker.id") != first["worker"] or fetch.attributes["dl.batch.index"] != (
-        wait.attributes["dl.batch.index"]
+    if (
+        fetch.resource.get("dl.worker.id") != first["worker"]
+        or fetch.attributes["dl.batch.index"] != (wait.attributes["dl.batch.index"])
     ):
         return "fetch"
     if (wait.attributes["dl.loader.id"], step.attributes["dl.epoch"]) != (truth["loader"], truth["epoch"]):
@@ -97,7 +99,8 @@ def test_table_of_batches_and_user_spans(tmp_path: Path, capsys: pytest.CaptureF
                 (method, kind, len(steps), sum(verdicts.values()) - verdicts[""] - verdicts["missing"],
                  verdicts["missing"], f"{once}/{len(items)}", dict(verdicts))
             )  # fmt: skip
-            assert not any("otel" in thread for item in items for thread in item["threads"] if item["worker"] is not None)
+            in_workers = {thread for item in items if item["worker"] is not None for thread in item["threads"]}
+            assert not any("otel" in thread for thread in in_workers)
         inits = trace.named("init")
         runs = {s.trace_id for s in trace.named("train.startup")}
         assert {s.trace_id for s in inits} <= runs, "outside a fetch a worker's context is the run's"

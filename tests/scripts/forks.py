@@ -1,4 +1,4 @@
-"""Forks while everything is busy: `forks.py COUNT`. Each child looks at what it inherited, logs, makes a span, and ends.
+"""Forks while everything is busy: `forks.py COUNT`. A child looks at what it inherited, logs, makes a span, and ends.
 
 Prints what a child found wrong, and at the end how many came back.
 """

@@ -72,9 +72,7 @@ def main() -> None:
         ("iterable", DataLoader(Iterable(), batch_size=BATCH, collate_fn=collate, **workers), 1),
     ]
     if workers:
-        persistent = DataLoader(
-            Map(), batch_size=BATCH, collate_fn=collate, persistent_workers=True, **workers
-        )
+        persistent = DataLoader(Map(), batch_size=BATCH, collate_fn=collate, persistent_workers=True, **workers)
         loaders.append(("persistent", persistent, 3))
     if method == "fork":
         unordered = DataLoader(Map(), batch_size=BATCH, collate_fn=collate, in_order=False, **workers)

@@ -22,8 +22,7 @@ def run(script: str, *arguments: str, directory: Path, timeout: float = 120, **e
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / script), *arguments],
         env={**clean, "OTEL_TRACES_EXPORTER": "otel_dl_file", "OTEL_DL_DIR": str(directory), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=timeout,
         check=False,

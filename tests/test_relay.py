@@ -1,0 +1,218 @@
+"""The pipe between a worker and its parent: what does not fit is dropped whole and counted, and nothing is torn."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from otel_dl.recording.keep import AdaptiveHead
+from otel_dl.recording.run import Run
+from otel_dl.settings import Settings
+from otel_dl.workers import relay as relays
+from otel_dl.workers import wire
+from otel_dl.workers.relay import Relay
+from otel_dl.workers.writer import Writer
+
+RESOURCE = Resource({"service.name": "a job", "dl.worker.id": 0}, "https://schema")
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+def context(number: int, flags: int = 1) -> SpanContext:
+    return SpanContext((1 << 127) + number, number, False, TraceFlags(flags), TraceState([("vendor", "x")]))
+
+
+def span(number: int = 7, flags: int = 1, **attributes: Any) -> ReadableSpan:
+    return ReadableSpan(
+        "decode",
+        context(number, flags),
+        context(number + 1),
+        RESOURCE,
+        attributes,
+        [Event("seen", {"n": 1}, 5)],
+        [Link(context(9), {"why": "because"})],
+        SpanKind.CLIENT,
+        status=Status(StatusCode.ERROR, "no"),
+        start_time=10,
+        end_time=20,
+        instrumentation_scope=InstrumentationScope("user", "1", "https://other", {"a": 1}),
+    )
+
+
+def fetch(index: int, round: int = 0, flags: int = 0, dropped: int = 0, error: str | None = None) -> bytes:
+    return wire.encode_fetch(wire.FetchMessage(0, 4711, round, index, 100, 200, dropped, flags, error))
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    relay = Relay(Run(Settings(), AdaptiveHead()))
+    yield relay
+    relay.close()
+
+
+def opened(relay: Relay) -> Writer:
+    """A worker's end, for a worker in this process."""
+    (descriptor,) = relay.open("nonce", 1)
+    assert descriptor is not None
+    writer = Writer(os.dup(descriptor))
+    relay.started([descriptor])
+    return writer
+
+
+def test_a_span_arrives_as_it_was() -> None:
+    number, resource = wire.decode_resource(wire.encode_resource(3, RESOURCE))
+    made = span(text="é", many=(1.5, 2.0), flag=True, colour=Colour.RED)
+    batch, sent, rest = wire.span_resource(wire.encode_span((1, 2), 3, made))
+    again = wire.decode_span(rest, resource, kept=False)
+    assert (number, batch, sent) == (3, (1, 2), 3)
+    assert again.to_json() == made.to_json()
+    assert again.context == made.context
+    assert again.instrumentation_scope == made.instrumentation_scope
+    assert type(again.attributes["colour"]) is int
+
+
+def test_a_span_that_goes_with_its_fetch_is_sampled_from_then_on() -> None:
+    _, _, rest = wire.span_resource(wire.encode_span((0, 0), 0, span(flags=0)))
+    assert wire.decode_span(rest, RESOURCE, kept=True).context.trace_flags.sampled
+    assert not wire.decode_span(rest, RESOURCE, kept=False).context.trace_flags.sampled
+
+
+def test_a_fetch_is_taken_once_with_the_spans_made_in_it(relay: Relay) -> None:
+    writer = opened(relay)
+    writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
+    writer.write(wire.SPAN, wire.encode_span((2, 5), 0, span()))
+    writer.write(wire.SPAN, wire.encode_span(None, 0, span(8)))
+    writer.write(wire.FETCH, fetch(5, 2, wire.SAMPLED, 1, "KeyError"))
+    taken = relay.take(("nonce", 2, 5))  # reads what has arrived by itself
+    assert taken is not None
+    assert (taken.worker, taken.pid, taken.start, taken.end, taken.error, taken.sampled, taken.dropped) == (
+        0, 4711, 100, 200, "KeyError", True, 1,
+    )  # fmt: skip
+    assert [s.context.span_id for s in taken.spans] == [7]
+    assert [s.context.span_id for s in relay.outside()] == [8]
+    assert relay.take(("nonce", 2, 5)) is None
+    assert relay.outside() == []
+    assert relay.take(("", 0, 0)) is None
+
+
+def test_a_full_pipe_drops_whole_messages_and_the_next_one_says_how_many(relay: Relay) -> None:
+    writer = opened(relay)
+    writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
+    body = wire.encode_span(None, 0, span(text="x" * 10_000))
+    accepted = sum(writer.write(wire.SPAN, body) for _ in range(100))
+    assert 0 < accepted < 100
+    # A fetch waits in the worker for room; spans behind it don't.
+    assert writer.write(wire.FETCH, fetch(1))
+    assert not writer.write(wire.SPAN, body)
+    relay.drain()
+    writer.flush()
+    relay.drain()
+    assert len(relay.outside()) == accepted
+    assert relay.take(("nonce", 0, 1)) is not None
+    assert writer.write(wire.FETCH, fetch(2))
+    assert relay.take(("nonce", 0, 2)) is not None
+    assert relay.dropped == {"messages of workers": 100 - accepted + 1}
+
+
+def test_fetches_that_find_no_room_at_all_are_bounded_and_counted(relay: Relay) -> None:
+    writer = opened(relay)
+    written = [writer.write(wire.FETCH, fetch(index)) for index in range(20_000)]
+    accepted = written.index(False)
+    assert not any(written[accepted:])
+    while writer._rest:
+        relay.drain()
+        writer.flush()
+    relay.drain()
+    assert relay.take(("nonce", 0, accepted - 1)) is not None
+    assert relay.take(("nonce", 0, accepted)) is None
+
+
+def test_a_parent_that_is_gone_is_no_error_to_the_worker(relay: Relay) -> None:
+    writer = opened(relay)
+    relay.close()
+    assert not writer.write(wire.FETCH, fetch(0))
+    writer.flush()
+
+
+def test_sampled_fetches_that_no_step_took_expire_and_the_others_go(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relays, "FETCHES", 10)
+    writer = opened(relay)
+    for index in range(20):
+        writer.write(wire.FETCH, fetch(index, flags=wire.SAMPLED if index % 2 else 0))
+    relay.drain()
+    assert [f.index for f in relay.expired()] == [1, 3, 5, 7, 9]
+    assert relay.take(("nonce", 0, 11)) is not None
+    relay.drain(final=True)
+    assert [f.index for f in relay.expired()] == [13, 15, 17, 19]
+    assert not relay.dropped
+
+
+def test_spans_that_wait_are_bounded_and_those_lost_are_counted(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "SPANS", 10)
+    writer = opened(relay)
+    writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
+    for index in range(8):
+        for _ in range(4):
+            writer.write(wire.SPAN, wire.encode_span((0, index), 0, span()))
+        writer.write(wire.FETCH, fetch(index))
+    relay.drain()
+    kept = [relay.take(("nonce", 0, index)) for index in range(8)]
+    waiting = sum(len(fetch.spans) for fetch in kept if fetch is not None)
+    assert waiting <= 10
+    assert relay.dropped["spans of workers"] == 32 - waiting
+
+
+def test_spans_of_a_fetch_that_its_worker_did_not_finish_are_not_lost(relay: Relay) -> None:
+    writer = opened(relay)
+    writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
+    writer.write(wire.SPAN, wire.encode_span((0, 0), 0, span(1)))
+    writer.write(wire.SPAN, wire.encode_span((0, 1), 0, span(2)))
+    writer.write(wire.FETCH, fetch(1, flags=wire.NO_BATCH))
+    os.close(writer._descriptor)
+    relay.drain()
+    assert sorted(s.context.span_id for s in relay.outside()) == [1, 2]
+    assert not relay._pipes
+
+
+def test_what_is_no_message_is_counted_and_what_follows_is_read(relay: Relay) -> None:
+    writer = opened(relay)
+    writer.write(wire.SPAN, b"not what marshal writes")
+    writer.write(99, b"of a later version")
+    writer.write(wire.FETCH, fetch(0))
+    assert relay.take(("nonce", 0, 0)) is not None
+    assert relay.dropped == {"messages not understood": 1}
+
+
+def test_no_descriptor_is_left(relay: Relay) -> None:
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    writers = [opened(relay) for _ in range(5)]
+    for writer in writers:
+        os.close(writer._descriptor)
+    relay.drain()
+    assert set(os.listdir("/proc/self/fd")) == before
+    relay.open("another", 3)
+    relay.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_the_worker_forked_writes_nothing(relay: Relay) -> None:
+    writer = opened(relay)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(writer.write(wire.FETCH, fetch(0)))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert relay.take(("nonce", 0, 0)) is None
