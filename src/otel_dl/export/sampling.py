@@ -10,7 +10,13 @@ from typing import Any, Final
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.environment_variables import OTEL_TRACES_SAMPLER, OTEL_TRACES_SAMPLER_ARG
-from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
+from opentelemetry.sdk.trace.sampling import (
+    DEFAULT_ON,
+    ParentBased,
+    Sampler,
+    StaticSampler,
+    TraceIdRatioBased,
+)
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 
 from otel_dl.export.components import component, names
@@ -20,6 +26,8 @@ from otel_dl.semconv import SpanName
 logger = logging.getLogger("otel_dl")
 
 GROUP: Final = "opentelemetry_traces_sampler"
+AHEAD: Final = 32
+"""Steps for which a sampler that answers the same each time is asked at once, while its code is warm."""
 _RATIOS: Final = ("traceidratio", "parentbased_traceidratio")
 
 
@@ -39,12 +47,16 @@ class SamplerHead:
         context = Context()
         self._parent = context if remote is None else trace.set_span_in_context(NonRecordingSpan(remote), context)
         self._warned = False
+        self._repeatable = _is_repeatable(sampler)
 
     def step(self, number: int) -> bool:
         return self.other(self._trace_id_of(number), SpanName.STEP)
 
     def no_earlier(self, number: int) -> int:
-        return number
+        if not self._repeatable:
+            return number
+        ahead = range(number, number + AHEAD)
+        return next((later for later in ahead if self.step(later)), number + AHEAD)
 
     def other(self, trace_id: int, name: str) -> bool:
         try:
@@ -63,6 +75,14 @@ class SamplerHead:
                     exc_info=error,
                 )
             return False
+
+
+def _is_repeatable(sampler: Sampler) -> bool:
+    """Whether it is known to answer the same each time it is asked: those of the SDK do."""
+    if type(sampler) is ParentBased:
+        parts = [value for value in vars(sampler).values() if isinstance(value, Sampler)]
+        return all(_is_repeatable(part) for part in parts)
+    return type(sampler) in (StaticSampler, TraceIdRatioBased)
 
 
 def _from_signal_handler(error: BaseException) -> bool:

@@ -151,10 +151,11 @@ class Run:
 
     def _head_keeps(self, number: int) -> bool:
         """The head decision for a step that cannot just be recorded; says how long the next ones can."""
-        keep = self.keep
-        keep.slow.sort_in()
-        self._attention = min(keep.head.no_earlier(number + 1), number + keep.slow.TOGETHER)
-        return keep.head.step(number)
+        head, slow = self.keep.head, self.keep.slow
+        if len(slow.new) >= slow.TOGETHER:
+            slow.sort_in()
+        self._attention = min(head.no_earlier(number + 1), number + slow.TOGETHER - len(slow.new))
+        return head.step(number)
 
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
