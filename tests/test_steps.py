@@ -72,7 +72,7 @@ def test_the_users_own_number_of_a_step_is_on_it() -> None:
 
 def test_an_exception_that_ends_the_process_marks_the_open_step() -> None:
     with recording() as recorded:
-        train(FORMS["plain"])
+        train(FORMS["no_loader"])
         recorded.run.finish(KeyboardInterrupt())
     *whole, last = recorded.named("train.step")
     assert {step.status.is_unset for step in whole} == {True}

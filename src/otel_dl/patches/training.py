@@ -78,7 +78,7 @@ def install_forward(run: Run, patches: Patches) -> None:
     is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
     # A submodule's call is the hot one (hundreds a step). Where torch's own function stands, its two lines are done
     # here: one Python frame less than calling it, which halves what we add (torch/nn/modules/module.py 2.4-2.15).
-    own = getattr(original, "__name__", "") == "_wrapped_call_impl"
+    own = original is vars(module).get("_wrapped_call_impl")
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +111,7 @@ def install_forward(run: Run, patches: Patches) -> None:
             patches.fault(error)
         return result
 
+    __call__.__qualname__ = "Module.__call__"  # torch's own has another place as well: by this one it is pickled
     patches.replace(module, "__call__", __call__)
 
 
