@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -62,7 +63,6 @@ def added(samples: dict[str, list[Sample]], base: str) -> None:
 def machine() -> str:
     import torch
 
-    model = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
-    return f"{os.cpu_count()} cores ({model}), Python {'.'.join(map(str, __import__('sys').version_info[:3]))}, torch {torch.__version__}"
+    with open("/proc/cpuinfo") as cpuinfo:
+        model = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), "unknown")
+    return f"{os.cpu_count()} cores ({model}), Python {platform.python_version()}, torch {torch.__version__}"

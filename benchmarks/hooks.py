@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from _measure import Sample, added, interleaved, machine, timed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from _measure import Sample, added, interleaved, machine, timed
 from otel_dl.patches import dataloader, training
 from otel_dl.patches._patching import Patches
 from otel_dl.recording.keep import NeverHead

@@ -89,7 +89,8 @@ def main() -> None:
                 strict=True,
             )
         ]
-        print(f"{name:30} without {' '.join(f'{v:8.2f}' for v in without)}   added {' '.join(f'{v:+8.2f}' for v in added)}")
+        before = " ".join(f"{value:8.2f}" for value in without)
+        print(f"{name:30} without {before}   added {' '.join(f'{value:+8.2f}' for value in added)}")
 
 
 if __name__ == "__main__":

@@ -153,10 +153,10 @@ def test_sampled_fetches_that_no_step_took_expire_and_the_others_go(
     for index in range(20):
         writer.write(wire.FETCH, fetch(index, flags=wire.SAMPLED if index % 2 else 0))
     relay.drain()
-    assert [f.index for f in relay.expired()] == [1, 3, 5, 7, 9]
+    assert [f.place for f in relay.expired()] == [1, 3, 5, 7, 9]
     assert relay.take(("nonce", 0, 11)) is not None
     relay.drain(final=True)
-    assert [f.index for f in relay.expired()] == [13, 15, 17, 19]
+    assert [f.place for f in relay.expired()] == [13, 15, 17, 19]
     assert not relay.dropped
 
 

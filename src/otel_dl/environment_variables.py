@@ -1,4 +1,4 @@
-"""Names of our variables, as `opentelemetry-instrument` wants them: each `OTEL_*` name here becomes one of its flags."""
+"""Names of our variables as `opentelemetry-instrument` wants them: each `OTEL_*` name here becomes one of its flags."""
 
 from otel_dl.settings import described
 

@@ -96,11 +96,18 @@ class Session:
         startup.import_torch.uninstall()
         if not self.run.active:
             return
+
+        def dataloader(run: Run, patches: Patches) -> None:
+            dataloader_patches.install(run, patches, self.relay)
+
+        def ranks(run: Run, patches: Patches) -> None:
+            processes.install(run, patches, self.keywords, self.set_up_sdk)
+
         installers = {
             **training.INSTALLERS,
             "compilation": compilation.install,
-            "dataloader": lambda run, patches: dataloader_patches.install(run, patches, self.relay),
-            "processes": lambda run, patches: processes.install(run, patches, self.keywords, self.set_up_sdk),
+            "dataloader": dataloader,
+            "processes": ranks,
         }
         for target, install in installers.items():
             patches = Patches(target)
@@ -143,7 +150,8 @@ class Session:
         if self.settings.jaeger_url:
             where += f", {self.settings.jaeger_url.rstrip('/')}/trace/{self.run.run_ids()[0]:032x}"
         print(
-            f"otel-dl {__version__}: run {self.run.identity.run}, traces to {where}; OTEL_DL_ENABLED=false switches it off",
+            f"otel-dl {__version__}: run {self.run.identity.run}, traces to {where};"
+            " OTEL_DL_ENABLED=false switches it off",
             file=sys.stderr,
             flush=True,
         )

@@ -41,9 +41,9 @@ class Patches:
 
         What stood there is the entry of `owner.__dict__` (a staticmethod stays one), or what it inherits.
         """
-        saved = vars(owner).get(name, _MISSING)
+        saved = owner.__dict__.get(name, _MISSING)
         setattr(owner, name, replacement)
-        self._saved.append((owner, name, saved, vars(owner).get(name)))
+        self._saved.append((owner, name, saved, owner.__dict__.get(name)))
         return saved
 
     def replace_cell(self, cell: CellType, replacement: Any) -> None:
@@ -54,7 +54,7 @@ class Patches:
     def restore(self) -> None:
         while self._saved:
             owner, name, saved, ours = self._saved.pop()
-            if vars(owner).get(name) is not ours:
+            if owner.__dict__.get(name) is not ours:
                 # Somebody patched on top of us: taking ours out would take theirs out as well.
                 logger.info("otel-dl: %s.%s was patched again by others and stays.", owner, name)
                 continue
@@ -113,7 +113,9 @@ def _handler_codes() -> set[CodeType]:
             handler: Any = signal.getsignal(number)
             handler = getattr(handler, "func", handler)  # functools.partial
             handler = getattr(handler, "__func__", handler)  # a bound method
-            code = getattr(handler, "__code__", None) or getattr(getattr(type(handler), "__call__", None), "__code__", None)
+            code = getattr(handler, "__code__", None) or getattr(
+                getattr(type(handler), "__call__", None), "__code__", None
+            )
             if isinstance(code, CodeType):
                 codes.add(code)
     return codes

@@ -2,7 +2,8 @@
 
 Plain functions on the paths of Tensor and Module (a wrapt proxy costs 0.5–1.7 µs a call there, a function 20–170 ns),
 and closure cells for `Optimizer.step`, which reach an optimizer's class through every alias taken earlier. Everything
-that can stand inside a traced function is behind `torch.compiler.is_dynamo_compiling()`, which dynamo knows to be true: no graph break, no recompilation.
+that can stand inside a traced function is behind `torch.compiler.is_dynamo_compiling()`, which dynamo takes for true:
+no graph break, no recompilation.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ def install_forward(run: Run, patches: Patches) -> None:
     from torch.compiler import is_dynamo_compiling
 
     module: Any = torch.nn.Module
-    original = vars(module)["__call__"]
+    original = module.__dict__["__call__"]
     is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
     # A submodule's call is the hot one (hundreds a step). Where torch's own function stands, its two lines are done
     # here: one Python frame less than calling it, which halves what we add (torch/nn/modules/module.py 2.4-2.15).
-    own = original is vars(module).get("_wrapped_call_impl")
+    own = original is module.__dict__.get("_wrapped_call_impl")
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +133,9 @@ def install_backward(run: Run, patches: Patches) -> None:
 def install_zero_grad(run: Run, patches: Patches) -> None:
     import torch
 
+    owner: Any
     for owner in (torch.optim.Optimizer, torch.nn.Module):
-        patches.replace(owner, "zero_grad", phase(run, patches, ZERO_GRAD, vars(owner)["zero_grad"]))
+        patches.replace(owner, "zero_grad", phase(run, patches, ZERO_GRAD, owner.__dict__["zero_grad"]))
 
 
 def _subclasses(root: type) -> Iterator[type]:
@@ -152,14 +154,14 @@ def install_scheduler(run: Run, patches: Patches) -> None:
     def cover(kind: type) -> None:
         if kind not in seen:
             seen.add(kind)
-            step = vars(kind).get("step")
+            step = kind.__dict__.get("step")
             if isinstance(step, FunctionType):
                 patches.replace(kind, "step", phase(run, patches, SCHEDULER, step))
 
     for kind in _subclasses(base):
         cover(kind)
     # ReduceLROnPlateau was no LRScheduler before torch 2.2; all that we support are.
-    original = vars(base)["__init__"]
+    original = base.__dict__["__init__"]
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -228,7 +230,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
 
     for kind in _subclasses(base):
         cover(kind)
-    original = vars(base)["_patch_step_function"]
+    original = base.__dict__["_patch_step_function"]
 
     @functools.wraps(original)
     def _patch_step_function(self: Any) -> None:
@@ -244,7 +246,7 @@ def install_scaler(run: Run, patches: Patches) -> None:
     import torch
 
     scaler: Any = torch.amp.GradScaler
-    original = vars(scaler)["step"]
+    original = scaler.__dict__["step"]
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

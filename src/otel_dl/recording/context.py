@@ -27,13 +27,11 @@ SUPPRESSED: Final = _SUPPRESS_INSTRUMENTATION_KEY
 
 # The variable itself where the default runtime context holds one (opentelemetry/context/contextvars_context.py, 1.30 to
 # 1.45): a step asks for the context a dozen times, and each layer of functions above it costs a quarter microsecond.
-_variable = getattr(_RUNTIME_CONTEXT, "_current_context", None)
-get_current: Final[Callable[[], Context]] = (
-    _variable.get if isinstance(_variable, ContextVar) else context_api.get_current  # pyright: ignore
-)
-set_current: Final[Callable[[Context], object]] = (
-    _variable.set if isinstance(_variable, ContextVar) else context_api.attach  # pyright: ignore
-)
+_variable: ContextVar[Context] | None = getattr(_RUNTIME_CONTEXT, "_current_context", None)
+if not isinstance(_variable, ContextVar):
+    _variable = None
+get_current: Callable[[], Context] = context_api.get_current if _variable is None else _variable.get
+set_current: Callable[[Context], object] = context_api.attach if _variable is None else _variable.set
 
 
 class DerivedSpan(NonRecordingSpan):
@@ -71,18 +69,29 @@ def attach(span: DerivedSpan) -> None:
 def detach(span: DerivedSpan) -> None:
     """Closes `span`, and takes it out of the context where it is still the current one."""
     span.open = False
-    if get_current().get(_SPAN_KEY) is span:
-        set_current(span.outer)
+    context = get_current()
+    if context.get(_SPAN_KEY) is span:
+        set_current(_uncovered(context)[0])
 
 
 def current() -> tuple[Context, Span]:
     """The current context and its span, without spans of ours that a user's `with` left behind."""
-    context = get_current()
-    span: object = context.get(_SPAN_KEY)
-    while isinstance(span, DerivedSpan) and not span.open:
-        context = span.outer
-        span = context.get(_SPAN_KEY)
+    context, span = _uncovered(get_current())
     return context, span if isinstance(span, Span) else INVALID_SPAN
+
+
+def _uncovered(context: Context) -> tuple[Context, object]:
+    """`context` with the span that closed ones of ours cover, and that span. What else the user put there stays."""
+    outer, span = context, context.get(_SPAN_KEY)
+    while isinstance(span, DerivedSpan) and not span.open:
+        outer = span.outer
+        span = outer.get(_SPAN_KEY)
+    if outer is context:
+        return context, span
+    values = {key: value for key, value in context.items() if key != _SPAN_KEY}
+    if span is not None:
+        values[_SPAN_KEY] = span
+    return Context(values), span
 
 
 def suppressed() -> bool:

@@ -27,7 +27,7 @@ def span_id(*parts: str | int) -> int:
 
 
 class SecretsIdGenerator(IdGenerator):
-    """Random ids from the operating system: nothing is drawn from `random`, so a user's seeded sequence stays as it was.
+    """Random ids from the operating system: nothing is drawn from `random`, a user's seeded sequence stays as it was.
 
     The SDK's own `RandomIdGenerator` uses the global `random` (opentelemetry/sdk/trace/id_generator.py, 1.45): after
     `random.seed(42)` every rank gets the same ids, and one span changes the user's next random number.

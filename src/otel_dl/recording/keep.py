@@ -161,9 +161,7 @@ class Keep:
 
     def _room(self, reason: str, now: int) -> bool:
         recent = self._recent[reason]
-        if self.kept[reason] >= CAP_PER_RUN or (
-            len(recent) == CAP_PER_MINUTE and now - recent[0] < _MINUTE_NS
-        ):
+        if self.kept[reason] >= CAP_PER_RUN or (len(recent) == CAP_PER_MINUTE and now - recent[0] < _MINUTE_NS):
             self.capped[reason] += 1
             return False
         recent.append(now)

@@ -50,7 +50,7 @@ class Segment(Enum):
 
 
 class Lane:
-    """One thread's recorder. `begin_*` returns the start, 0 where the event is not recorded: then nothing must end it."""
+    """One thread's recorder. `begin_*` returns the start, or 0 where the event is not recorded: then it has no end."""
 
     __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "_thread", "former", "kinds", "run", "step")
 

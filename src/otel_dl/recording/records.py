@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
 
-    from otel_dl.recording.context import StepSpan
+    from otel_dl.recording.run import StepSpan
 
 clock: Final = time.perf_counter_ns
 """Nanoseconds, monotonic, comparable between the processes of one host."""
@@ -63,13 +63,14 @@ NAMES: Final[dict[int, str]] = {
 class Batch(NamedTuple):
     """Where the batch came from that a `dataloader.next` returned.
 
-    `epoch` counts the epochs of `loader`, `round` those of the iterator that read it (its nonce and round name the
-    batch's own trace). `worker` is None where the main process read it, from `fetch_start` to `fetch_end` (`clock`).
+    `place` is the loader's own batch number in this epoch. `epoch` counts the epochs of `loader`, `round` those of the
+    iterator that read it: its nonce and round name the batch's own trace. `worker` is None where the main process read
+    it, from `fetch_start` to `fetch_end` (`clock`).
     """
 
     loader: int
     epoch: int
-    index: int
+    place: int
     nonce: str
     round: int = 0
     worker: int | None = None
@@ -99,7 +100,7 @@ class Fetch(NamedTuple):
 
     nonce: str
     round: int
-    index: int
+    place: int
     worker: int
     pid: int
     start: int

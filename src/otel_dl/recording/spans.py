@@ -90,15 +90,15 @@ class SpanBuilder:
         return spans
 
     def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
-        """The trace of a batch that a worker read, linked to the `dataloader.next` that returned it where that is known,
+        """The trace of a batch that a worker read, linked to the `dataloader.next` that returned it, if it is known,
         with the user's own spans that were made meanwhile."""
-        parts = (fetch.nonce, TraceKind.BATCH, fetch.round, fetch.index)
+        parts = (fetch.nonce, TraceKind.BATCH, fetch.round, fetch.place)
         context = _context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))
         attributes = self._first(TraceKind.BATCH, reason, fetch.dropped)
         if batch is not None:
             attributes |= _batch_attributes(batch)
         else:
-            attributes |= {"dl.batch.index": fetch.index, "dl.worker.id": fetch.worker, "dl.worker.pid": fetch.pid}
+            attributes |= {"dl.batch.index": fetch.place, "dl.worker.id": fetch.worker, "dl.worker.pid": fetch.pid}
         links = [Link(returned)] if returned is not None else []
         span = self._span(
             SpanName.FETCH, context, None, fetch.start, fetch.end, attributes, fetch.error, links,
@@ -139,17 +139,17 @@ class SpanBuilder:
             if type(record.kind) is str:
                 name, scope = record.kind, _USER_SCOPE
             else:
-                name, scope = NAMES[record.kind], _SCOPE
+                name, scope = NAMES[int(record.kind)], _SCOPE
                 attributes["is_warmup"] = warm
             batch = Batch._make(record.batch) if record.batch is not None else None
             if batch is not None:
                 attributes |= _batch_attributes(batch)
                 if batch.worker is not None:
-                    fetched = self._take((batch.nonce, batch.round, batch.index))
+                    fetched = self._take((batch.nonce, batch.round, batch.place))
                     if fetched is not None:
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
                         attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
-                        parts = (batch.nonce, TraceKind.BATCH, batch.round, batch.index)
+                        parts = (batch.nonce, TraceKind.BATCH, batch.round, batch.place)
                         links.append(Link(_context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))))
             span = self._span(
                 name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope
@@ -229,14 +229,14 @@ class SpanBuilder:
 
 def _nested(records: list[Record]) -> list[Record]:
     """By start, what is around before what is within (on the hot path a record is written when it ends)."""
-    return sorted(reversed(records), key=lambda record: (record.start, -record.end))
+    order = sorted(range(len(records)), key=lambda i: (records[i].start, -records[i].end, -i))
+    return [records[i] for i in order]
 
 
 def _batch_attributes(batch: Batch) -> Attributes:
-    attributes: Attributes = {"dl.loader.id": batch.loader, "dl.batch.index": batch.index}
+    attributes: Attributes = {"dl.loader.id": batch.loader, "dl.batch.index": batch.place}
     if batch.worker is not None:
         attributes["dl.worker.id"] = batch.worker
         attributes["dl.worker.pid"] = batch.pid
         attributes["dl.worker.start_method"] = batch.start_method
     return attributes
-
