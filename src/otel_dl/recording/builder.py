@@ -101,6 +101,8 @@ class Builder:
     def _build(self, trace: Step | Evaluation) -> list[ReadableSpan]:
         if isinstance(trace, Evaluation):
             return self._spans.evaluation(trace)
+        if not trace.reason:  # cancelled, when spans of the user's had its ids already
+            return trace.user_spans
         return [*self._spans.step(trace), *trace.user_spans]
 
     def _begin_run(self) -> None:

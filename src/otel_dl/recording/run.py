@@ -70,6 +70,8 @@ class Run:
         self.started = False
         self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
         """Batches that other threads read while no step was open; the next one takes them."""
+        self._handed_out: Step | None = None
+        """The last step, where it was cancelled and somebody has its ids."""
         self.undecided: dict[int, Step] = {}
         """Steps whose ids somebody asked for, by trace id, until they are decided."""
         self.recent: dict[int, None] = {}
@@ -113,6 +115,8 @@ class Run:
         elif step.head or not self.leaves_context:
             step.span = span = StepSpan(self, step, outer)
             context.attach(span)
+        if self._handed_out is not None:
+            self._take_over(step)
         step.context = context.get_current()
         step.plain = not (step.head or step.link is not None or number == 0)
         return step
@@ -160,7 +164,18 @@ class Run:
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
+        if step.span is not None and step.span.asked is not None:
+            self._handed_out = step
         self._leave(step)
+
+    def _take_over(self, step: Step) -> None:
+        """`step` has the ids of a cancelled one: spans of the user's that bear them are its own."""
+        former, self._handed_out = self._handed_out, None
+        if former is not None:
+            step.user_spans = former.user_spans
+            self.undecided.pop(self.step_ids(former.number)[0], None)
+            if step.span is not None:
+                step.span.get_span_context()
 
     def _leave(self, step: Step) -> None:
         span = step.span
@@ -217,6 +232,11 @@ class Run:
         """Closes what is open: the run ends, by `error` where one ends the process."""
         lane: Lane = self.stepper or self.local.lane
         lane.finish(error)
+        former, self._handed_out = self._handed_out, None
+        if former is not None:
+            self._decided(self.step_ids(former.number)[0], KeepReason.HEAD if former.head else "")
+            if former.head and former.user_spans:
+                self._hand_over(former)
 
     def step_ids(self, number: int) -> tuple[int, int]:
         """(trace id, span id) of step `number` on this rank."""
