@@ -18,7 +18,7 @@ from support.children import free_port, run
 from support.receiver import Receiver, receiving
 
 from otel_dl.export.exporter_sink import ExporterSink
-from otel_dl.export.provider_sink import ProviderSink
+from otel_dl.export.provider_sink import ProviderSink, _queue_of
 from otel_dl.export.queue_sink import QueueSink
 from otel_dl.export.sink import Sinks
 from otel_dl.settings import Settings
@@ -354,7 +354,7 @@ class TestProviderSink:
         began = monotonic()
         assert not sink.flush(began + 1)
         assert monotonic() - began < 3
-        queue = processor._batch_processor._queue
+        queue, _ = _queue_of(processor)
         assert len(queue) <= 300
         assert sink.waiting <= 1_000
         assert sink.dropped["queue_full"] == 5_000 - sink.waiting - sink.exported
@@ -366,6 +366,9 @@ class TestProviderSink:
         class Own(SpanProcessor):
             def on_end(self, span: ReadableSpan) -> None:
                 seen.append(span.name)
+
+            def force_flush(self, timeout_millis: int = 30_000) -> bool:
+                return True
 
         sink = ProviderSink(provider_with(SimpleSpanProcessor(exporter), Own()), 10_000)
         sink.offer(spans(2_000))

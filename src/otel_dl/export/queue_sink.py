@@ -279,13 +279,13 @@ class QueueSink(ABC):
         try:
             self._open()
         except Exception as error:
-            self._drop_all("export_failed", for_good=True)
             logger.warning(
                 "otel-dl: spans can't be exported to %s: %s: %s. Training goes on without traces.",
                 self._target(),
                 type(error).__name__,
                 error,
             )
+            self._drop_all("export_failed", for_good=True)
             return
         while not self._ended:
             if not (self._fresh or self._failed):

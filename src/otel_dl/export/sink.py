@@ -123,10 +123,17 @@ class Sinks:
         def run(call: Callable[[float], bool]) -> None:
             results.append(call(deadline))
 
-        threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls[1:]]
-        for thread in threads:
-            thread.start()
-        run(calls[0])
+        threads: list[threading.Thread] = []
+        here = calls[:1]
+        for call in calls[1:]:
+            thread = threading.Thread(target=run, args=(call,), daemon=True)
+            try:
+                thread.start()
+                threads.append(thread)
+            except RuntimeError:  # 3.12.0 and .1 start no thread at exit
+                here.append(call)
+        for call in here:
+            run(call)
         for thread in threads:
             thread.join(max(0.0, deadline - monotonic()) + 0.2)
         return len(results) == len(calls) and all(results)
