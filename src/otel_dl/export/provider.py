@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -105,10 +106,13 @@ def connect(settings: Settings, current_run: CurrentRun, *, set_up: bool) -> Con
 
 
 def _own(ours: _Ours, settings: Settings, remote: SpanContext | None) -> Connection:
+    former = ours.processor.sink
     sink = ours.processor.sink = _exporting(settings)
     ours.processor.held = settings.held_spans
-    # The run may have ended by then, and the user's spans gone on; without a run nobody else closes it.
-    atexit.register(lambda: sink.close(monotonic() + settings.exit_delay))
+    if not isinstance(former, NoSink):
+        # An earlier run's, which was flushed when that run ended.
+        deadline = monotonic() + settings.exit_delay
+        threading.Thread(target=former.close, args=(deadline,), name="otel-dl-shutdown", daemon=True).start()
     configured = _chosen(ours.provider.sampler)
     head = _head(None if sampling.is_default(configured) and not _sampler_set() else configured, remote)
     return Connection(sink, head, ours.provider.resource, _named(settings), False, remote)
@@ -172,6 +176,8 @@ def _set_up(settings: Settings) -> _Ours:
     provider = TracerProvider(sampler=sampler, id_generator=_id_generator(), shutdown_on_exit=False)
     provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
+    # A run that ends with the process has closed it by then; the user's spans may outlive the run.
+    atexit.register(lambda: processor.sink.close(monotonic() + settings.exit_delay))
     os.register_at_fork(after_in_child=processor.after_fork)
     _ours = _Ours(provider, processor)
     return _ours
