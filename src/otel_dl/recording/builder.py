@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from otel_dl.recording.records import Evaluation, Step
+from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
 
@@ -28,9 +29,9 @@ logger = logging.getLogger("otel_dl")
 
 POLL_S: Final = 0.2
 TURN_S: Final = 0.002
-"""Work done at a stretch; then a rest of REST times as long, unless the end of the process waits for it."""
+"""Work done at a stretch; then a rest of REST times as long. Less from half of the room for waiting steps on, none where
+it is full or the end of the process waits."""
 REST: Final = 19
-UNSEEN_S: Final = 0.05
 
 
 class Spans(Protocol):
@@ -62,7 +63,7 @@ class Builder:
         self._stopped = False
         self._startup: Callable[[SpanBuilder], list[ReadableSpan]] | None = None
         self._thread: threading.Thread | None = None
-        self._faulty = False
+        self._faulty = self._warned = False
 
     def start(self, startup: Callable[[SpanBuilder], list[ReadableSpan]]) -> None:
         """Starts the thread; `startup` builds the run's first spans, and is called once the first step has ended."""
@@ -80,11 +81,13 @@ class Builder:
                 with self._lock:
                     worked = self._turn(began + TURN_S)
                 if worked and not self._urgent:
-                    self._wake.wait((time.perf_counter() - began) * REST)
+                    full = len(self._run.closed) / WAITING_STEPS
+                    self._wake.wait((time.perf_counter() - began) * REST * min(1.0, 2.0 - 2.0 * full))
 
     def _turn(self, until: float) -> bool:
         """Builds what is there, for a stretch of time; whether there was more."""
         try:
+            self._warn_of_drops()
             self._batches.drain()
             if self._startup is not None and self._run.first_step_end is not None:
                 self._begin_run()
@@ -97,6 +100,17 @@ class Builder:
         except Exception as error:
             self._fault(error)
         return False
+
+    def _warn_of_drops(self) -> None:
+        dropped = self._run.dropped[STEPS_WAITING]
+        if dropped and not self._warned:
+            self._warned = True
+            logger.warning(
+                "otel-dl: %d kept steps were dropped: more are kept than spans can be built for (%d wait). Keep fewer,"
+                " for example by OTEL_TRACES_SAMPLER=traceidratio with OTEL_TRACES_SAMPLER_ARG=0.01. Said once.",
+                dropped,
+                WAITING_STEPS,
+            )
 
     def _build(self, trace: Step | Evaluation) -> list[ReadableSpan]:
         if isinstance(trace, Evaluation):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 WAITING_STEPS: Final = 2_048
 """Closed steps that wait for the builder at most."""
+STEPS_WAITING: Final = "steps waiting"
+"""The key in `Run.dropped` of those that found no room."""
 PENDING_RECORDS: Final = 64
 RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
@@ -210,7 +212,7 @@ class Run:
         if len(self.closed) < WAITING_STEPS:
             self.closed.append(trace)
         else:
-            self.dropped["steps waiting"] += 1
+            self.dropped[STEPS_WAITING] += 1
 
     def evaluation(self) -> Evaluation:
         evaluation = Evaluation(self.evaluations)
@@ -227,6 +229,13 @@ class Run:
         else:
             return
         self._hand_over(evaluation)
+
+    def recover(self) -> None:
+        """Our code was left half done in this thread: no phase counts as open, and what kind of step this is, anew."""
+        lane: Lane = self.local.lane
+        lane.kinds = 0
+        if lane.step is not None:
+            lane.step.settled = lane.step.batch = lane.step.plain = False
 
     def finish(self, error: BaseException | None = None) -> None:
         """Closes what is open: the run ends, by `error` where one ends the process."""
