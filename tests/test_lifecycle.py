@@ -70,6 +70,11 @@ class TestOrdinaryEnds:
         result = ended("ending.install()\nsay('waiting')\ntime.sleep(30)", signal.SIGINT)
         assert (result.code, result.stdout) == (-signal.SIGINT, "waiting\nend 5.0 KeyboardInterrupt\n")
 
+    def test_what_the_end_imports_does_not_make_the_interpreter_forget_a_sigint(self) -> None:
+        # An `exec` of a text, as in `dataclasses`, makes it leave with 1 instead.
+        body = "def end(delay, error): exec('pass')\nEnding(end, Settings()).install()\nraise KeyboardInterrupt"
+        assert ended(body).code == -signal.SIGINT
+
     def test_it_comes_before_what_registered_earlier(self) -> None:
         assert ended("atexit.register(say, 'theirs')\nending.install()").stdout == "end 5.0 NoneType\ntheirs\n"
 
