@@ -50,8 +50,8 @@ def span(number: int = 7, flags: int = 1, **attributes: Any) -> ReadableSpan:
     )
 
 
-def fetch(index: int, round: int = 0, flags: int = 0, dropped: int = 0, error: str | None = None) -> bytes:
-    return wire.encode_fetch(wire.FetchMessage(0, 4711, round, index, 100, 200, dropped, flags, error))
+def fetch(index: int, round: int = 0, read: bool = True, dropped: int = 0, error: str = "") -> bytes:
+    return wire.encode_fetch(0, 4711, round, index, 100, 200, dropped, read, error)
 
 
 @pytest.fixture
@@ -93,11 +93,11 @@ def test_a_fetch_is_taken_once_with_the_spans_made_in_it(relay: Relay) -> None:
     writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
     writer.write(wire.SPAN, wire.encode_span((2, 5), 0, span()))
     writer.write(wire.SPAN, wire.encode_span(None, 0, span(8)))
-    writer.write(wire.FETCH, fetch(5, 2, wire.SAMPLED, 1, "KeyError"))
+    writer.write(wire.FETCH, fetch(5, 2, True, 1, "KeyError"))
     taken = relay.take(("nonce", 2, 5))  # reads what has arrived by itself
     assert taken is not None
-    assert (taken.worker, taken.pid, taken.start, taken.end, taken.error, taken.sampled, taken.dropped) == (
-        0, 4711, 100, 200, "KeyError", True, 1,
+    assert (taken.worker, taken.pid, taken.start, taken.end, taken.error, taken.dropped) == (
+        0, 4711, 100, 200, "KeyError", 1,
     )  # fmt: skip
     assert [s.context.span_id for s in taken.spans] == [7]
     assert [s.context.span_id for s in relay.outside()] == [8]
@@ -149,9 +149,10 @@ def test_sampled_fetches_that_no_step_took_expire_and_the_others_go(
     relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relays, "FETCHES", 10)
+    monkeypatch.setattr(relays, "batch_sampled", lambda head, nonce, round, index: index % 2 == 1)
     writer = opened(relay)
     for index in range(20):
-        writer.write(wire.FETCH, fetch(index, flags=wire.SAMPLED if index % 2 else 0))
+        writer.write(wire.FETCH, fetch(index))
     relay.drain()
     assert [f.place for f in relay.expired()] == [1, 3, 5, 7, 9]
     assert relay.take(("nonce", 0, 11)) is not None
@@ -162,6 +163,7 @@ def test_sampled_fetches_that_no_step_took_expire_and_the_others_go(
 
 def test_spans_that_wait_are_bounded_and_those_lost_are_counted(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "SPANS", 10)
+    monkeypatch.setattr(relays, "batch_sampled", lambda *batch: False)
     writer = opened(relay)
     writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
     for index in range(8):
@@ -180,7 +182,7 @@ def test_spans_of_a_fetch_that_its_worker_did_not_finish_are_not_lost(relay: Rel
     writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
     writer.write(wire.SPAN, wire.encode_span((0, 0), 0, span(1)))
     writer.write(wire.SPAN, wire.encode_span((0, 1), 0, span(2)))
-    writer.write(wire.FETCH, fetch(1, flags=wire.NO_BATCH))
+    writer.write(wire.FETCH, fetch(1, read=False))
     os.close(writer._descriptor)
     relay.drain()
     assert sorted(s.context.span_id for s in relay.outside()) == [1, 2]

@@ -7,8 +7,9 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from typing import Final, Protocol
 
+from otel_dl.recording import ids
 from otel_dl.recording.records import Step
-from otel_dl.semconv import KeepReason, SpanName
+from otel_dl.semconv import KeepReason, SpanName, TraceKind
 
 CREDIT: Final = 1_000
 """The first steps of a run, all of which are kept where no sampler is set."""
@@ -59,15 +60,16 @@ class AdaptiveHead:
         return True
 
 
-def batch_sampled(head: Head, trace_id: int, round: int, index: int) -> bool:
+def batch_sampled(head: Head, nonce: str, round: int, index: int) -> bool:
     """The decision for the trace of a batch that a worker reads, known before the batch has a step.
 
     Where no sampler is set: the first ones, as with steps, then a fixed share by the id, which every process that
     knows the batch computes alike.
     """
-    if head.adaptive:
-        return (round == 0 and index < CREDIT) or trace_id % EVERY == 0
-    return head.other(trace_id, SpanName.FETCH)
+    if head.adaptive and round == 0 and index < CREDIT:
+        return True
+    trace_id = ids.trace_id(nonce, TraceKind.BATCH, round, index)
+    return trace_id % EVERY == 0 if head.adaptive else head.other(trace_id, SpanName.FETCH)
 
 
 class NeverHead:

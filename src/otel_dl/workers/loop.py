@@ -31,14 +31,17 @@ logger = logging.getLogger("otel_dl")
 
 
 class BatchSpan(DerivedSpan):
-    """Stands for the reading of a batch in the context."""
+    """Stands for the reading of a batch in the context. Its ids and its flag are settled by the first question."""
 
-    def __init__(self, parts: tuple[str | int, ...], sampled: bool, outer: Context) -> None:
-        super().__init__(sampled, outer)
-        self._parts = parts
+    def __init__(self, worker: Worker, batch: tuple[int, int], outer: Context) -> None:
+        super().__init__(False, outer)
+        self._worker = worker
+        self._batch = batch
 
     def ids(self) -> tuple[int, int]:
-        return ids.trace_id(*self._parts), ids.span_id(*self._parts, "fetch")
+        self.sampled = self._worker.sampled(self._batch)
+        parts = (self._worker.carrier.nonce, TraceKind.BATCH, *self._batch)
+        return ids.trace_id(*parts), ids.span_id(*parts, "fetch")
 
 
 class Worker:
@@ -55,8 +58,7 @@ class Worker:
         self._pid = os.getpid()
         self._round = 0
         self._start = 0
-        self._sampled = False
-        self._span: DerivedSpan | None = None
+        self._span: BatchSpan | None = None
         self._room = 0
 
     def room(self) -> bool:
@@ -67,13 +69,19 @@ class Worker:
         self.dropped += 1
         return False
 
+    def sampled(self, batch: tuple[int, int]) -> bool:
+        """The sampler's answer for the trace of this batch; no where the sampler could not come along."""
+        head = self.carrier.head
+        return head is not None and not isinstance(head, bytes) and batch_sampled(head, self.carrier.nonce, *batch)
+
     def received(self, message: Any) -> None:
         """torch's loop was given `message`: (index, what to read), a resumption, or the end."""
         start = clock()
         if self.batch is not None:
             self._leave()  # it was passed over: the iteration had ended
         if type(message) is tuple:
-            self._begin(message[0], start)  # pyright: ignore[reportUnknownArgumentType]
+            self._start = start
+            self._enter((self._round, message[0]))  # pyright: ignore[reportUnknownArgumentType]
         elif type(message).__name__ == "_ResumeIteration":
             # Once a worker and epoch: torch/utils/data/dataloader.py::_reset, 2.4-2.15.
             self._round += 1
@@ -86,39 +94,32 @@ class Worker:
         if self.batch is None or type(message) is not tuple:
             return
         index, data = cast("tuple[Any, Any]", message)
-        if index != self.batch[1]:
+        round, begun = self.batch
+        if index != begun:
             return
         end = clock()
-        round, _ = self.batch
         self._leave()
-        error, flags = None, wire.SAMPLED if self._sampled else 0
-        kind: str = type(data).__name__
+        read, error = True, ""
+        kind = type(data).__name__
         if kind == "ExceptionWrapper":
             error = _name(data.exc_type)
         elif kind == "_IterableDatasetStopIteration":
-            flags = wire.NO_BATCH
-        report = wire.FetchMessage(self.number, self._pid, round, index, self._start, end, self.dropped, flags, error)
-        self.writer.write(wire.FETCH, wire.encode_fetch(report))
+            read = False
+        body = wire.encode_fetch(self.number, self._pid, round, index, self._start, end, self.dropped, read, error)
+        self.writer.write(wire.FETCH, body)
 
-    def _begin(self, index: int, start: int) -> None:
-        carrier = self.carrier
-        self.batch = (self._round, index)
-        self._start = start
-        self._room = carrier.span_limit
+    def _enter(self, batch: tuple[int, int]) -> None:
+        self.batch = batch
+        self._room = self.carrier.span_limit
         self.dropped = 0
-        parts = (carrier.nonce, TraceKind.BATCH, self._round, index)
-        trace_id = ids.trace_id(*parts)
-        head = carrier.head
-        self._sampled = (
-            head is not None and not isinstance(head, bytes) and batch_sampled(head, trace_id, self._round, index)
-        )
         outer, current = context.current()
         if current.is_recording():
             return
-        if carrier.foreign_sdk and not self._sampled and getattr(head, "adaptive", True):
+        carrier = self.carrier
+        if carrier.foreign_sdk and getattr(carrier.head, "adaptive", True) and not self.sampled(batch):
             # A flag of 00 that nobody asked for would take the user's own spans away there.
             return
-        self._span = BatchSpan(parts, self._sampled, outer)
+        self._span = BatchSpan(self, batch, outer)
         context.attach(self._span)
 
     def _leave(self) -> None:
@@ -132,12 +133,16 @@ class IndexQueue:
     """torch's index queue; what comes out of it is noticed."""
 
     def __init__(self, queue: Any, worker: Worker) -> None:
+        self._get = queue.get
         self._queue = queue
-        self._worker = worker
+        self._received = worker.received
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
-        message = self._queue.get(*args, **kwargs)
-        _guarded(self._worker.received, message)
+        message = self._get(*args, **kwargs)
+        try:
+            self._received(message)
+        except Exception as error:
+            _fault(error)
         return message
 
     def __getattr__(self, name: str) -> Any:
@@ -148,12 +153,16 @@ class DataQueue:
     """torch's data queue; what goes into it is noticed."""
 
     def __init__(self, queue: Any, worker: Worker) -> None:
+        self._put = queue.put
         self._queue = queue
-        self._worker = worker
+        self._answers = worker.answers
 
     def put(self, message: Any, *args: Any, **kwargs: Any) -> Any:
-        _guarded(self._worker.answers, message)
-        return self._queue.put(message, *args, **kwargs)
+        try:
+            self._answers(message)
+        except Exception as error:
+            _fault(error)
+        return self._put(message, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -230,15 +239,12 @@ def start_method(of: Any = None) -> str:
     return getattr(started, "_start_method", None) or multiprocessing.get_start_method()
 
 
-def _guarded(notice: Callable[[Any], None], message: Any) -> None:
+def _fault(error: Exception) -> None:
     from otel_dl.patches._patching import is_ours
 
-    try:
-        notice(message)
-    except Exception as error:
-        if not is_ours(error):
-            raise
-        logger.debug("otel-dl: a fault of ours in a DataLoader worker", exc_info=True)
+    if not is_ours(error):
+        raise error
+    logger.debug("otel-dl: a fault of ours in a DataLoader worker", exc_info=error)
 
 
 def _name(kind: type[BaseException]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry.sdk.resources import Resource
 
+from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.records import Fetch
 from otel_dl.workers import wire
 
@@ -178,7 +179,7 @@ class Relay:
 
     def _finished(self, pipe: _Pipe, message: wire.FetchMessage) -> None:
         spans = pipe.spans.pop((message.round, message.batch), [])
-        if message.flags & wire.NO_BATCH:
+        if not message.read:
             self._outside += spans
             return
         fetch = Fetch(
@@ -189,8 +190,8 @@ class Relay:
             message.pid,
             message.start,
             message.end,
-            message.error,
-            bool(message.flags & wire.SAMPLED),
+            message.error or None,
+            False,
             spans,
             message.dropped,
         )
@@ -206,7 +207,9 @@ class Relay:
         return self._spans < SPANS
 
     def _evict(self) -> Fetch:
-        fetch = self._fetches.pop(next(iter(self._fetches)))
+        key = next(iter(self._fetches))
+        # Asked only here: with a step it goes where the step goes.
+        fetch = self._fetches.pop(key)._replace(sampled=batch_sampled(self._run.keep.head, *key))
         self._spans -= len(fetch.spans)
         if fetch.sampled:
             if len(self._expired) < FETCHES:

@@ -21,16 +21,12 @@ SPAN: Final = 2
 RESOURCE: Final = 3
 
 HEADER: Final = struct.Struct("<IBI")
-_FETCH: Final = struct.Struct("<IIIIqqIB")
-
-SAMPLED: Final = 1
-NO_BATCH: Final = 2
-"""The worker's iterable dataset had ended: nothing was read."""
+_FETCH: Final = struct.Struct("<IIIIqqI?")
 
 
 class FetchMessage(NamedTuple):
-    """The reading of the batch with this index. `start` and `end` are readings of `clock`; `dropped` counts
-    spans of the user's that found no room."""
+    """The reading of the batch with this index. `start` and `end` are readings of `clock`; `dropped` counts spans of
+    the user's that found no room; `read` is false where the worker's iterable dataset had ended."""
 
     worker: int
     pid: int
@@ -39,8 +35,8 @@ class FetchMessage(NamedTuple):
     start: int
     end: int
     dropped: int
-    flags: int
-    error: str | None
+    read: bool
+    error: str
 
 
 class Frame(NamedTuple):
@@ -69,13 +65,16 @@ def frames(buffer: bytearray) -> Iterator[Frame]:
         del buffer[:position]
 
 
-def encode_fetch(message: FetchMessage) -> bytes:
-    return _FETCH.pack(*message[:8]) + (message.error or "").encode("utf-8", "replace")
+def encode_fetch(
+    worker: int, pid: int, round: int, batch: int, start: int, end: int, dropped: int, read: bool, error: str
+) -> bytes:
+    """See `FetchMessage`."""
+    packed = _FETCH.pack(worker, pid, round, batch, start, end, dropped, read)
+    return packed + error.encode("utf-8", "replace") if error else packed
 
 
 def decode_fetch(body: bytes) -> FetchMessage:
-    error = body[_FETCH.size :].decode()
-    return FetchMessage._make((*_FETCH.unpack_from(body), error or None))
+    return FetchMessage._make((*_FETCH.unpack_from(body), body[_FETCH.size :].decode()))
 
 
 def encode_resource(number: int, resource: Resource) -> bytes:

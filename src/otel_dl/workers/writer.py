@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from os import getpid
 from typing import Final
 
 from otel_dl.workers import wire
@@ -19,7 +20,7 @@ class Writer:
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
-        self._pid = os.getpid()
+        self._pid = getpid()
         # A signal handler may end a span while this thread writes: it must neither wait nor tear the frame.
         self._lock = threading.RLock()
         self._writing = False
@@ -32,7 +33,7 @@ class Writer:
 
     def write(self, kind: int, body: bytes) -> bool:
         """Whether the message is on its way."""
-        if self._descriptor is None or os.getpid() != self._pid:
+        if self._descriptor is None or getpid() != self._pid:
             return False
         with self._lock:
             if self._writing:
@@ -50,7 +51,7 @@ class Writer:
 
     def flush(self) -> None:
         """Tries once more what waits."""
-        if self._descriptor is None or os.getpid() != self._pid:
+        if self._descriptor is None or getpid() != self._pid:
             return
         with self._lock:
             if not self._writing:
@@ -60,16 +61,18 @@ class Writer:
                     self._descriptor = None
 
     def _write(self, kind: int, body: bytes) -> bool:
-        self._flush()
+        if self._rest:
+            self._flush()
         if len(body) > LARGEST or (self._rest and (kind != wire.FETCH or len(self._rest) > BACKLOG)):
             self._dropped += 1
             return False
         message = wire.frame(kind, self._dropped, body)
         written = self._send(message) if not self._rest else 0
-        if written == 0 and kind != wire.FETCH:
-            self._dropped += 1
-            return False
-        self._rest += message[written:]
+        if written != len(message):
+            if written == 0 and kind != wire.FETCH:
+                self._dropped += 1
+                return False
+            self._rest += message[written:]
         self._dropped = 0
         return True
 
