@@ -65,6 +65,15 @@ def keep() -> None:
         current.run.current.plain = False
 
 
+def _fault(error: BaseException) -> None:
+    from otel_dl import session
+
+    current = session.current()
+    if current is None:
+        raise error
+    current.faults.fault(error)
+
+
 class step:
     """Bounds a step by hand, for loops whose shape says too little: `with otel_dl.step(global_step=n): …`.
 
@@ -80,14 +89,20 @@ class step:
 
         current = session.current()
         if current is not None:
-            self._lane = current.run.local.lane
-            self._step = self._lane.enter_step(self._global_step)
+            try:
+                self._lane = current.run.local.lane
+                self._step = self._lane.enter_step(self._global_step)
+            except BaseException as fault:
+                _fault(fault)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._step is not None:
-            self._lane.exit_step(self._step, error)
+            try:
+                self._lane.exit_step(self._step, error)
+            except BaseException as fault:
+                _fault(fault)
 
 
 class span:
@@ -105,11 +120,17 @@ class span:
 
         current = session.current()
         if current is not None:
-            self._lane = current.run.local.lane
-            self._began = self._lane.begin_span()
+            try:
+                self._lane = current.run.local.lane
+                self._began = self._lane.begin_span()
+            except BaseException as fault:
+                _fault(fault)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._began is not None:
-            self._lane.end_span(self._name, *self._began, error)
+            try:
+                self._lane.end_span(self._name, *self._began, error)
+            except BaseException as fault:
+                _fault(fault)

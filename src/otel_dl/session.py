@@ -80,6 +80,8 @@ class Session:
         self._connection: Connection | None = None
         self._builder: Builder | None = None
         self._patches: list[Patches] = []
+        self.faults = Patches("otel_dl.step and otel_dl.span", self.run.recover)
+        """Nothing is patched for them; their faults are told in the same way."""
         self._ending = Ending(self._end, settings)
         self._error: BaseException | None = None
         self.run.on_start = self._start
@@ -110,7 +112,7 @@ class Session:
             "processes": ranks,
         }
         for target, install in installers.items():
-            patches = Patches(target)
+            patches = Patches(target, self.run.recover)
             try:
                 install(self.run, patches)
             except Exception:

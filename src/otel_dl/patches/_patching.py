@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
-import sys
 import sysconfig
-from collections.abc import Callable
-from types import CellType, CodeType, TracebackType
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, MethodType, TracebackType
 from typing import Any, Final
+
+import opentelemetry
 
 logger = logging.getLogger("otel_dl")
 
 _MISSING: Final = object()
 
-_OURS: Final = tuple(
-    os.path.join(os.path.realpath(path), "")
-    for path in (
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-        os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["opentelemetry.context"].__file__ or "")))
-        if "opentelemetry.context" in sys.modules
-        else os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-        sysconfig.get_path("stdlib"),
-    )
-)
+
+def _folders(*paths: str) -> tuple[str, ...]:
+    return tuple(os.path.join(os.path.realpath(path), "") for path in paths)
+
+
+_OURS: Final = _folders(os.path.dirname(os.path.dirname(__file__)), *opentelemetry.__path__)
+_STDLIB: Final = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
 class Patches:
-    """The attributes that one target replaced. `restore` puts back the identical objects, in reverse order."""
+    """The attributes that one target replaced. `restore` puts back the identical objects, in reverse order.
 
-    def __init__(self, target: str) -> None:
+    `recover` is called where our code was left half done, by a fault or by what a signal handler raised.
+    """
+
+    def __init__(self, target: str, recover: Callable[[], None] = lambda: None) -> None:
         self.target = target
+        self._recover = recover
+        self._faulty = False
         self._saved: list[tuple[Any, str, Any, Any]] = []
         self._cells: list[tuple[CellType, Any, Any]] = []
 
@@ -67,17 +71,18 @@ class Patches:
             if cell.cell_contents is ours:
                 cell.cell_contents = saved
 
-    def fault(self, error: Exception) -> None:
+    def fault(self, error: BaseException) -> None:
         """Called with what was caught in our own code around the user's call.
 
         A fault of ours is logged once and takes this target's patches out. What a signal handler of the user's or
         torch's raised meanwhile is raised again.
         """
+        self._recover()
         if not is_ours(error):
             raise error
-        first = bool(self._saved or self._cells)
         self.restore()
-        if first:
+        if not self._faulty:
+            self._faulty = True
             logger.warning(
                 "otel-dl: a fault of ours in the instrumentation of %s; it is switched off for this process, training"
                 " goes on. Please report it.",
@@ -88,7 +93,9 @@ class Patches:
 
 def is_ours(error: BaseException) -> bool:
     """Whether every frame of the traceback is otel-dl's, OpenTelemetry's or the standard library's, and none is that
-    of a signal handler."""
+    of a signal handler. A handler without a frame, written in C, can't be told from us: then it counts as its own."""
+    if not isinstance(error, Exception) or any(_is_in_c(handler) for handler in _handlers()):
+        return False
     handlers = _handler_codes()
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
@@ -100,25 +107,37 @@ def is_ours(error: BaseException) -> bool:
 
 
 def _is_known(code: CodeType) -> bool:
+    if code.co_filename.startswith("<frozen "):
+        return True
     path = os.path.realpath(code.co_filename)
-    return path.startswith(_OURS) and "site-packages" not in path.removeprefix(
-        next(prefix for prefix in _OURS if path.startswith(prefix))
-    )
+    return path.startswith(_OURS) or (path.startswith(_STDLIB) and "site-packages" not in path)
 
 
-def _handler_codes() -> set[CodeType]:
-    codes: set[CodeType] = set()
+def _handlers() -> Iterator[Any]:
+    """What Python calls for a signal, without partial and method around it."""
     for number in signal.valid_signals():
         with contextlib.suppress(ValueError, OSError):
             handler: Any = signal.getsignal(number)
-            handler = getattr(handler, "func", handler)  # functools.partial
-            handler = getattr(handler, "__func__", handler)  # a bound method
-            code = getattr(handler, "__code__", None) or getattr(
-                getattr(type(handler), "__call__", None), "__code__", None
-            )
-            if isinstance(code, CodeType):
-                codes.add(code)
-    return codes
+            while isinstance(handler, (functools.partial, MethodType)):
+                handler = handler.func if isinstance(handler, functools.partial) else handler.__func__
+            if callable(handler):
+                yield handler
+
+
+def _code(handler: Any) -> CodeType | None:
+    code = getattr(handler, "__code__", None)
+    if code is None:
+        method: Any = type(handler).__call__
+        code = getattr(method, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _is_in_c(handler: Any) -> bool:
+    return _code(handler) is None and handler is not signal.default_int_handler
+
+
+def _handler_codes() -> set[CodeType]:
+    return {code for code in map(_code, _handlers()) if code is not None}
 
 
 Install = Callable[..., None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,11 +48,16 @@ def _skip(eval_frame: Any) -> None:
                 skip(code)
 
 
-def _skip_with_callees(eval_frame: Any) -> Any:
+def _skip_with_callees(eval_frame: Any) -> Callable[[CodeType], object]:
     if not hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.4
         return eval_frame.skip_code
     skip = eval_frame.FrameAction.SKIP
-    return lambda code: eval_frame.set_code_exec_strategy(code, eval_frame.FrameExecStrategy(skip, skip))
+    strategy = eval_frame.FrameExecStrategy(skip, skip)
+
+    def skip_with_callees(code: CodeType) -> None:
+        eval_frame.set_code_exec_strategy(code, strategy)
+
+    return skip_with_callees
 
 
 def _codes(holder: ModuleType | type, module: ModuleType) -> Iterator[CodeType]:

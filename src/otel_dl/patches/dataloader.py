@@ -60,14 +60,13 @@ class Loaders:
 
 
 class Info:
-    """What is known of an iterator. `key` names one epoch of it, and is never used again as an `id()` may be."""
+    """What is known of an iterator in its present epoch."""
 
     __slots__ = (
         "batch",
         "epoch",
         "fetched",
         "in_order",
-        "key",
         "last",
         "loader",
         "method",
@@ -80,7 +79,7 @@ class Info:
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
         """Empty where no worker was given one: such a batch has no trace of its own."""
-        self.loader = self.epoch = self.key = 0
+        self.loader = self.epoch = 0
         self.round = 0
         """Epochs of this iterator before this one, where its workers live on."""
         self.fetched = 0
@@ -110,7 +109,7 @@ def install(run: Run, patches: Patches, relay: Relay) -> None:
     from torch.utils.data._utils import worker
 
     starting = _Starting()
-    _install_iterators(run, patches, dataloader, starting)
+    _install_iterators(patches, dataloader, starting)
     _install_waits(run, patches, dataloader)
     _install_workers(run, patches, relay, dataloader, worker, starting)
 
@@ -122,15 +121,15 @@ def _method(kind: Any, name: str) -> Any:
 def _guard(patches: Patches, notice: Callable[..., Any], *args: Any) -> None:
     try:
         notice(*args)
-    except Exception as error:
+    except BaseException as error:
         patches.fault(error)
 
 
-def _install_iterators(run: Run, patches: Patches, dataloader: Any, starting: _Starting) -> None:
+def _install_iterators(patches: Patches, dataloader: Any, starting: _Starting) -> None:
     """Each epoch of each loader, as iterators begin and are begun again."""
     base: Any = dataloader._BaseDataLoaderIter
     loaders = Loaders()
-    keys = itertools.count(1)
+    watch_order = _watch_order(patches, dataloader._MultiProcessingDataLoaderIter)
 
     def begin(iterator: Any, loader: Any) -> None:
         nonce = ""
@@ -138,8 +137,9 @@ def _install_iterators(run: Run, patches: Patches, dataloader: Any, starting: _S
             nonce, starting.nonce = starting.nonce, ""
         info = Info(nonce)
         info.in_order = getattr(loader, "in_order", True)  # absent in 2.4
+        if not info.in_order:
+            watch_order()
         info.loader, info.epoch = loaders.epoch(loader)
-        info.key = next(keys)
         setattr(iterator, _INFO, info)
 
     def begin_again(iterator: Any, loader: Any) -> None:
@@ -149,7 +149,6 @@ def _install_iterators(run: Run, patches: Patches, dataloader: Any, starting: _S
             know_workers(iterator)
             return
         info.loader, info.epoch = loaders.epoch(loader)
-        info.key = next(keys)
         info.round += 1
         info.fetched = 0
         info.workers.clear()
@@ -202,7 +201,7 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
             else:
                 info.batch = None
                 opened = lane.begin_next(info.loader, info.epoch)
-        except Exception as error:
+        except BaseException as error:
             patches.fault(error)
             return original_next(self)
         if not opened:
@@ -217,7 +216,7 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
             raise
         try:
             lane.end(NEXT, opened, info.batch if info is not None else None)
-        except Exception as error:
+        except BaseException as error:
             patches.fault(error)
         return data
 
@@ -237,7 +236,7 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
                 if info is not None:
                     info.batch = (info.loader, info.epoch, info.fetched, "", 0, None, 0, "", start, clock())
                     info.fetched += 1
-            except Exception as error:
+            except BaseException as error:
                 patches.fault(error)
 
     patches.replace(single, "_next_data", _next_data)
@@ -278,32 +277,22 @@ def _install_workers(
 
 
 def _install_returned(patches: Patches, several: Any) -> None:
-    original_get = _method(several, "_get_data")
     original_process = _method(several, "_process_data")
     original_put = _method(several, "_try_put_index")
     # From 2.6 on it is given the worker, and the next index is counted before it is called, not by it.
     told = len(inspect.signature(original_process).parameters) > 2
     ahead = 1 if told else 0
 
-    @functools.wraps(original_get)
-    def _get_data(self: Any) -> Any:
-        answer = original_get(self)
-        info: Info | None = getattr(self, _INFO, None)
-        if info is not None and not info.in_order:
-            info.last = answer[0]
-        return answer
-
     @functools.wraps(original_process)
-    def _process_data(self: Any, data: Any, *worker: Any) -> Any:
+    def _process_data(self: Any, data: Any, *worker: int) -> Any:
         info: Info | None = getattr(self, _INFO, None)
         if info is not None and info.pids:
             try:
                 index = self._rcvd_idx - ahead if info.in_order else info.last
                 number = worker[0] if told else info.workers.pop(index)
-                info.batch = (
-                    info.loader, info.epoch, index, info.nonce, info.round, number, info.pids[number], info.method, 0, 0,
-                )  # fmt: skip
-            except Exception as error:
+                read_by = number, info.pids[number], info.method
+                info.batch = (info.loader, info.epoch, index, info.nonce, info.round, *read_by, 0, 0)
+            except BaseException as error:
                 patches.fault(error)
         return original_process(self, data, *worker)
 
@@ -316,10 +305,32 @@ def _install_returned(patches: Patches, several: Any) -> None:
             info.workers[before] = self._task_info[before][0]
         return result
 
-    patches.replace(several, "_get_data", _get_data)
     patches.replace(several, "_process_data", _process_data)
     if not told:
         patches.replace(several, "_try_put_index", _try_put_index)
+
+
+def _watch_order(patches: Patches, several: Any) -> Callable[[], None]:
+    """What notes the index of each answer, for loaders that return batches as they come: patched with the first one,
+    others go without its microsecond."""
+    watching: list[Any] = []
+
+    def watch() -> None:
+        if watching:
+            return
+        watching.append(original := _method(several, "_get_data"))
+
+        @functools.wraps(original)
+        def _get_data(self: Any) -> Any:
+            answer = original(self)
+            info: Info | None = getattr(self, _INFO, None)
+            if info is not None:
+                info.last = answer[0]
+            return answer
+
+        patches.replace(several, "_get_data", _get_data)
+
+    return watch
 
 
 _in_worker = False

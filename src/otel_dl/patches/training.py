@@ -43,7 +43,7 @@ def phase(
         try:
             lane = run.local.lane
             start = lane.begin(kind)
-        except Exception as error:
+        except BaseException as error:
             patches.fault(error)
             return original(*args, **kwargs)
         if not start:
@@ -55,7 +55,7 @@ def phase(
             raise
         try:
             lane.end(kind, start)
-        except Exception as error:
+        except BaseException as error:
             patches.fault(error)
         return result
 
@@ -65,7 +65,7 @@ def phase(
 def _ended(patches: Patches, end: Callable[..., None], *args: Any) -> None:
     try:
         end(*args)
-    except Exception as error:
+    except BaseException as error:
         patches.fault(error)
 
 
@@ -96,7 +96,7 @@ def install_forward(run: Run, patches: Patches) -> None:
             else:
                 kind = EVAL_FORWARD
             start = lane.begin(FORWARD) if kind == FORWARD else lane.begin_untrained(kind)
-        except Exception as error:
+        except BaseException as error:
             patches.fault(error)
             return original(self, *args, **kwargs)
         if not start:
@@ -108,7 +108,7 @@ def install_forward(run: Run, patches: Patches) -> None:
             raise
         try:
             lane.end(kind, start)
-        except Exception as error:
+        except BaseException as error:
             patches.fault(error)
         return result
 
@@ -138,7 +138,7 @@ def install_zero_grad(run: Run, patches: Patches) -> None:
         patches.replace(owner, "zero_grad", phase(run, patches, ZERO_GRAD, owner.__dict__["zero_grad"]))
 
 
-def _subclasses(root: type) -> Iterator[type]:
+def _subclasses(root: type[Any]) -> Iterator[type[Any]]:
     yield root
     for child in root.__subclasses__():
         yield from _subclasses(child)
@@ -196,7 +196,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
                 lane = run.local.lane
                 optimizer = id(self)
                 start = lane.begin_optimizer(optimizer)
-            except Exception as error:
+            except BaseException as error:
                 patches.fault(error)
                 return original(self, *args, **kwargs)
             if not start:
@@ -208,7 +208,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
                 raise
             try:
                 lane.end_optimizer(start, optimizer)
-            except Exception as error:
+            except BaseException as error:
                 patches.fault(error)
             return result
 
@@ -236,7 +236,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
     def _patch_step_function(self: Any) -> None:
         original(self)
         if run.active:
-            cover(type(self))
+            cover(self.__class__)
 
     patches.replace(base, "_patch_step_function", _patch_step_function)
 
@@ -253,7 +253,7 @@ def install_scaler(run: Run, patches: Patches) -> None:
         try:
             lane = run.local.lane
             lane.stepping(id(optimizer))
-        except Exception as error:
+        except BaseException as error:
             patches.fault(error)
             return original(self, optimizer, *args, **kwargs)
         result = original(self, optimizer, *args, **kwargs)
