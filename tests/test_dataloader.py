@@ -81,7 +81,9 @@ def test_table_of_batches_and_user_spans(tmp_path: Path, capsys: pytest.CaptureF
     rows = []
     for method in METHODS:
         directory = tmp_path / method
-        truth = [json.loads(line) for line in run("loaders.py", method, directory=directory).splitlines()]
+        *truth, last = [json.loads(line) for line in run("loaders.py", method, directory=directory).splitlines()]
+        assert set(last["helpers"].values()) <= {1}, "threads of the fork server and the resource tracker"
+        assert len(list(directory.iterdir())) == 1, "neither they nor workers export anything"
         trace = Trace(directory)
         assert len(trace.steps) == len(truth)
         decoded = collections.Counter((s.trace_id, s.attributes["index"]) for s in trace.named("decode"))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import psutil
 import torch
 from opentelemetry import trace
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -88,6 +89,13 @@ def main() -> None:
                 optimizer.zero_grad()
                 print(json.dumps({"step": step, "loader": number, "kind": kind, "epoch": epoch, "batch": batch}))
                 step += 1
+    helpers = {}
+    for process in psutil.Process().children(recursive=True):
+        for name in ("resource_tracker", "forkserver"):
+            # Workers of the fork server were forked from it, and have its command line.
+            if any(name in part for part in process.cmdline()) and process.ppid() == os.getpid():
+                helpers[name] = process.num_threads()
+    print(json.dumps({"helpers": helpers}))
 
 
 if __name__ == "__main__":

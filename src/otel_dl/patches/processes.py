@@ -30,7 +30,7 @@ def install(run: Run, patches: Patches, keywords: Mapping[str, Any], set_up_sdk:
 
 
 class Rank:
-    """Stands where torch's `_wrap` did. Pickled as what a fresh interpreter needs: see `dataloader.WorkerLoop`."""
+    """Stands where torch's `_wrap` did. Pickled as what a fresh interpreter needs: see `workers.entry.WorkerLoop`."""
 
     def __init__(self, original: Callable[..., None], keywords: dict[str, Any]) -> None:
         functools.update_wrapper(self, original)
