@@ -131,8 +131,8 @@ class Ending:
         self._finish(_new_error(self._seen_error))
 
     def _at_process_exit(self) -> None:
-        # Up to 3.12 multiprocessing calls its finalizers while the exception is on its way out of the process. Since 3.13
-        # it is gone by then.
+        # Up to 3.12 multiprocessing calls its finalizers while the exception is on its way out of the process; later it
+        # is gone by then.
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             # torch.multiprocessing hands a rank's exception to its parent, then calls sys.exit(1).

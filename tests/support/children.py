@@ -28,6 +28,8 @@ class Result:
     """Seconds from the start of the child."""
     ending: float
     """Seconds from the signal that was sent, or from the script's `END` line, to the end of the process."""
+    ended: float
+    """Reading of `time.monotonic` at the end of the process."""
 
     def __str__(self) -> str:
         return f"exit code {self.code} after {self.duration:.1f} s\n{self.stdout}\n{self.stderr}"
@@ -74,7 +76,7 @@ class Child:
         stdout = self._read + stdout
         marks = [float(line.split()[1]) for line in stdout.splitlines() if line.startswith("END ")]
         since = self._signalled or (marks[-1] if marks else self._began)
-        return Result(stdout, stderr, self.process.returncode, ended - self._began, ended - since)
+        return Result(stdout, stderr, self.process.returncode, ended - self._began, ended - since, ended)
 
 
 def run(

@@ -15,6 +15,8 @@ from otel_dl.export.queue_sink import BATCH, QueueSink, logger
 
 _BLIND_PACE: Final = (512, 5.0)
 """(spans, seconds) for a batch processor whose queue can't be read: its default batch and schedule delay."""
+_PATIENCE: Final = 0.2
+"""Share of a deadline for which an export that was under way already may hold up the rest."""
 
 
 class ProviderSink(QueueSink):
@@ -28,6 +30,8 @@ class ProviderSink(QueueSink):
     def __init__(self, provider: Any, capacity: int) -> None:
         self._provider = provider
         self._resume_at = 0.0
+        self._held_up_since: float | None = None
+        self._patience = 0.0
         super().__init__(capacity, BATCH, delay=0.05)
 
     def _open(self) -> None:
@@ -40,29 +44,50 @@ class ProviderSink(QueueSink):
         return True
 
     def _room(self) -> int:
+        if self._hurried():
+            return self._room_at_the_end()
+        self._held_up_since = None
         rooms: list[int] = []
         for processor in self._processors():
             queue, size = _queue_of(processor)
             if queue is not None and size is not None:
-                # At the end nothing goes behind an export that may be hanging: the provider exports batch after batch,
-                # and each adds its time to the end of the process.
-                held_up = self._hurried() and _is_exporting(processor)
-                rooms.append(0 if held_up else max(1, size // 2) - len(queue))
+                rooms.append(max(1, size // 2) - len(queue))
             elif isinstance(processor, BatchSpanProcessor):
                 rooms.append(self._blind_room())
-        room = min(rooms, default=self._batch)
-        if room <= 0 and self._hurried():
-            # Somebody waits: the processor's own schedule is up to 5 s away.
+        return min(rooms, default=self._batch)
+
+    def _room_at_the_end(self) -> int:
+        """Somebody waits, most likely for the end of the process: a batch at a time, and none behind a hanging export.
+
+        The provider exports batch after batch, 10 s each where the receiver is silent, and its own end waits for all of
+        them: what is handed over now is added to that.
+        """
+        now = monotonic()
+        if any(_is_exporting(processor) for processor in self._processors()):
+            if self._held_up_since is None:
+                self._held_up_since = now
+                self._patience = _PATIENCE * (self._hurry_until - now)
+            elif now - self._held_up_since > self._patience:
+                self._give_up()
+            return 0
+        self._held_up_since = None
+        for _ in range(2):
+            room = self._batch
+            for processor in self._processors():
+                queue, size = _queue_of(processor)
+                if queue is not None and size is not None:
+                    room = min(room, size // 2 or 1, _batch_of(processor)) - len(queue)
+            if room > 0:
+                return room
+            # The processor's own schedule is up to 5 s away.
             with contextlib.suppress(Exception):
                 self._settle()
-        return room
+        return 0
 
     def _processors(self) -> Sequence[Any]:
         return getattr(self._provider._active_span_processor, "_span_processors", ())
 
     def _blind_room(self) -> int:
-        if self._hurried():
-            return self._batch
         spans, seconds = _BLIND_PACE
         now = monotonic()
         if now < self._resume_at:
@@ -91,6 +116,12 @@ class ProviderSink(QueueSink):
         super()._begin()
         self._warned = False
         keep_random_apart()
+
+
+def _batch_of(processor: Any) -> int:
+    inner = getattr(processor, "_batch_processor", processor)
+    size = getattr(inner, "_max_export_batch_size", getattr(inner, "max_export_batch_size", None))
+    return size if isinstance(size, int) else BATCH
 
 
 def _is_exporting(processor: Any) -> bool:

@@ -342,11 +342,8 @@ class QueueSink(ABC):
         failures = self._failures
         if self._hurried():
             if failures >= _HURRIED_ATTEMPTS:
-                with self._changed:
-                    self._futile = True
-                    self._wanted = self._flushed
-                    self._failures = failures = 1
-                    self._changed.notify_all()
+                self._give_up()
+                self._failures = failures = 1
             else:
                 first, longest = _HURRIED_BACKOFF
                 self._wait(min(longest, first * 2 ** (failures - 1)), lambda: False)
@@ -365,12 +362,18 @@ class QueueSink(ABC):
         except Exception as error:
             self._failed_with(f"{type(error).__name__}: {error}")
             settled = False
+        if not settled:
+            self._give_up()
+            return
         with self._changed:
-            if settled:
-                self._flushed = max(self._flushed, wanted)
-            else:
-                self._futile = True
-                self._wanted = self._flushed
+            self._flushed = max(self._flushed, wanted)
+            self._changed.notify_all()
+
+    def _give_up(self) -> None:
+        """Lets those who wait in `flush` go: it would be in vain."""
+        with self._changed:
+            self._futile = True
+            self._wanted = self._flushed
             self._changed.notify_all()
 
     def _hurried(self) -> bool:
