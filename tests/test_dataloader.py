@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import worker as torch_worker
 
-from otel_dl.patches.dataloader import Loaders
+from otel_dl.patches import dataloader as patch_dataloader
+from otel_dl.patches._patching import Patches
+from otel_dl.patches.dataloader import Info, Loaders
 from otel_dl.recording import ids
 from otel_dl.viewing.reading import Span
 
@@ -272,3 +274,66 @@ def test_the_name_of_a_batch_is_known_before_it_is_read() -> None:
     assert wait.links[0].context.trace_id == fetch.context.trace_id
     assert fetch.parent is None
     assert ids.span_id("a", "batch", 0, 0, "fetch") != ids.span_id("a", "batch", 0, 1, "fetch")
+
+
+def counts_itself(self: Any, data: Any) -> Any:
+    self._rcvd_idx += 1
+    self._try_put_index()
+    return data
+
+
+def is_told_nothing(self: Any, data: Any) -> Any:
+    self._try_put_index()
+    return data
+
+
+def is_told_the_worker(self: Any, data: Any, worker_idx: int) -> Any:
+    self._try_put_index()
+    return data
+
+
+@pytest.mark.parametrize("form", [counts_itself, is_told_nothing, is_told_the_worker])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_batch_and_worker_are_known_in_each_form_of_torchs_iterator(form: Any, in_order: bool) -> None:
+    """Stand-ins for iterators of other versions: seven batches for three workers; out of order the last comes first."""
+
+    class Iterator:
+        _process_data = form
+
+        def __init__(self) -> None:
+            self._rcvd_idx = self._send_idx = 0
+            self._task_info: dict[int, tuple[int]] = {}
+            self._otel_dl = Info("nonce")
+            self._otel_dl.in_order, self._otel_dl.pids = in_order, (70, 71, 72)
+
+        def _get_data(self) -> tuple[int, str]:
+            return min(self._task_info) if in_order else max(self._task_info), "batch"
+
+        def _try_put_index(self) -> None:
+            if self._send_idx < 7:
+                self._task_info[self._send_idx] = (self._send_idx % 3,)
+                self._send_idx += 1
+
+        def __next__(self) -> Any:
+            index, data = self._get_data()
+            (worker,) = self._task_info.pop(index)
+            if index == self._rcvd_idx and form is not counts_itself:
+                self._rcvd_idx += 1
+            return self._process_data(data, worker) if form is is_told_the_worker else self._process_data(data)
+
+    patches = Patches("test")
+    patch_dataloader._install_returned(patches, Iterator)
+    if not in_order:
+        patch_dataloader._watch_order(patches, Iterator)()
+    iterator: Any = Iterator()
+    for _ in range(3):
+        iterator._try_put_index()
+    found = []
+    for _ in range(7):
+        next(iterator)
+        _, _, index, _, _, worker, pid, *_ = iterator._otel_dl.batch
+        found.append((index, worker, pid))
+    order = range(7) if in_order else [2, 3, 4, 5, 6, 1, 0]
+    assert found == [(index, index % 3, 70 + index % 3) for index in order]
+    patches.restore()
+    assert vars(Iterator)["_process_data"] is form

@@ -3,7 +3,7 @@
 The wait is `_BaseDataLoaderIter.__next__`. A batch that the main process reads itself is `_next_data` of the iterator
 without workers. One that a worker reads is told by (nonce of the iterator, round, index): the worker's loop reports it
 under that name (`otel_dl.workers`), and the iterator knows the index of what it returns. Nothing is read from the
-workers here, and what a loader yields is untouched. Read in torch 2.4-2.15, torch/utils/data/dataloader.py.
+workers here, and what a loader yields is untouched. Read in torch 2.15, torch/utils/data/dataloader.py.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Info:
         self.pids: tuple[int, ...] = ()
         self.method = ""
         self.workers: dict[int, int] = {}
-        """Which worker reads a batch, where torch does not say it when the batch comes (2.4)."""
+        """Which worker reads a batch, where torch does not say it when the batch comes (before 2.8)."""
         self.batch: Any = None
         """The batch in hand, a tuple as `records.Batch`."""
 
@@ -269,9 +269,10 @@ def _install_workers(
 def _install_returned(patches: Patches, several: Any) -> None:
     original_process = _method(several, "_process_data")
     original_put = _method(several, "_try_put_index")
-    # From 2.6 on it is given the worker, and the next index is counted before it is called, not by it.
+    # Three forms between 2.4 and 2.15: it counts the next index itself; its caller has done so before; and it is given
+    # the worker as well.
     told = len(inspect.signature(original_process).parameters) > 2
-    ahead = 1 if told else 0
+    ahead = 0 if "_rcvd_idx" in inspect.unwrap(original_process).__code__.co_names else 1
 
     @functools.wraps(original_process)
     def _process_data(self: Any, data: Any, *worker: int) -> Any:

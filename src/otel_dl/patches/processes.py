@@ -1,6 +1,6 @@
 """Ranks that `torch.multiprocessing.spawn` and `start_processes` start are instrumented as their parent is.
 
-torch gives each process the function `_wrap` as its target (torch/multiprocessing/spawn.py, 2.4-2.15). A forked
+torch gives each process the function `_wrap` as its target (torch/multiprocessing/spawn.py, 2.15). A forked
 child has inherited everything, and a run of its own since the fork; a fresh interpreter is instrumented before the
 user's function begins.
 """

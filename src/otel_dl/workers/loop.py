@@ -83,7 +83,7 @@ class Worker:
             self._start = start
             self._enter((self._round, message[0]))  # pyright: ignore[reportUnknownArgumentType]
         elif type(message).__name__ == "_ResumeIteration":
-            # Once a worker and epoch: torch/utils/data/dataloader.py::_reset, 2.4-2.15.
+            # Once a worker and epoch: torch/utils/data/dataloader.py::_reset, 2.15.
             self._round += 1
 
     def answers(self, message: Any) -> None:
