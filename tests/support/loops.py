@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import otel_dl
 
+torch.set_num_threads(1)  # for tensors as small as these others only wait
+
 Form = Callable[["Diary"], Iterator[Any]]
 
 FORMS: dict[str, Form] = {}

@@ -6,6 +6,7 @@ answer is a list of sentences, empty where nothing is wrong. Ids are computed he
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -273,7 +274,7 @@ def _steps(spans: list[Span]) -> Iterator[str]:
             steps[run].append(span)
     for kept in steps.values():
         kept.sort(key=lambda span: span.start_ns)
-        for former, span in zip(kept, kept[1:], strict=False):
+        for former, span in itertools.pairwise(kept):
             if (former.trace_id, former.span_id) not in span.links:
                 yield from _named(span, ["it has no link to the former kept step"])
             numbers = former.attributes.get("dl.step"), span.attributes.get("dl.step")
