@@ -82,7 +82,7 @@ class Session:
         self._patches: list[Patches] = []
         self.faults = Patches("otel_dl.step and otel_dl.span", self.run.recover)
         """Nothing is patched for them; their faults are told in the same way."""
-        self._ending = Ending(self._end, settings)
+        self._ending = Ending(self._end, settings, self.flush)
         self._error: BaseException | None = None
         self.run.on_start = self._start
 
@@ -139,9 +139,11 @@ class Session:
     def _start(self) -> None:
         """The first step begins."""
         connection = self._connect()
+        self.run.identity = self.run.identity.by_now()
         self._ending.install()
         if self.run.keep.head.off:
             return
+        connection.sink.open()
         self._builder = Builder(self.run, connection.sink, self.relay, connection.resource)
         self._builder.start(self._startup)
         if self.run.identity.rank == 0:
@@ -165,9 +167,8 @@ class Session:
     def flush(self, timeout: float) -> bool:
         """Exports what is kept so far within `timeout` seconds; whether everything left."""
         deadline = time.monotonic() + timeout
-        if self._builder is None or self._connection is None:
-            return True
-        return self._builder.drain(deadline) and self._connection.sink.flush(deadline)
+        built = self._builder is None or self._builder.drain(deadline)
+        return (self._connection is None or self._connection.sink.flush(deadline)) and built
 
     def _end(self, delay: float, error: BaseException | None) -> None:
         """The process ends: what is kept leaves within `delay` seconds."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 
@@ -46,6 +47,17 @@ class Identity(NamedTuple):
             local_rank=_integer(environ, ("LOCAL_RANK", "SLURM_LOCALID"), 0),
             world_size=_integer(environ, ("WORLD_SIZE", "SLURM_NTASKS"), 1),
         )
+
+    def by_now(self) -> Identity:
+        """The same run, with the rank that is known now: a script may set its variables, or the process group, itself.
+
+        Ranks of `torch.multiprocessing.spawn` have neither when they start.
+        """
+        now = Identity.read()._replace(run=self.run)
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return now._replace(rank=distributed.get_rank(), world_size=distributed.get_world_size())
+        return now
 
     def resource(self, base: Resource, worker: int | None = None, pid: int | None = None) -> Resource:
         """`base` (service name, OTEL_RESOURCE_ATTRIBUTES) with what names this process, or its worker."""

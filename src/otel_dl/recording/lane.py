@@ -32,6 +32,9 @@ NEXT_ELSEWHERE: Final = int(Kind.NEXT_ELSEWHERE)
 
 _TRAINING: Final = frozenset({FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD})
 
+_TOGETHER: Final = 16
+"""Loaders that are read side by side for one step, at most."""
+
 _NO_OPTIMIZERS: Final[frozenset[int]] = frozenset()
 
 
@@ -301,6 +304,7 @@ class Lane:
                 step = None
             elif followed == Segment.NOTHING and self._left_behind(step, loader, epoch):
                 del step.records[step.segment :]
+                step.seen = step.segment
             if step is not None and not step.records:
                 step.start = start
         if step is None:
@@ -311,15 +315,17 @@ class Lane:
     def _settle_segment(self, step: Step) -> Segment:
         """What followed the batch in hand. Evaluation is moved out; what trains is the step's for good."""
         followed = Segment.NOTHING
-        for record in step.records[step.segment :]:
+        for record in step.records[step.seen :]:
             if record[0] in _TRAINING:
                 followed = Segment.TRAIN
                 break
             if record[0] == EVAL_FORWARD:
                 followed = Segment.EVAL
+        step.seen = len(step.records)
         if followed == Segment.EVAL and step.batch and step.error is None:
             self._evaluated(step.records[step.segment :])
             del step.records[step.segment :]
+            step.seen = step.segment
         elif followed == Segment.TRAIN or step.dropped:
             step.segment = len(step.records)
             self._close_evaluation()
@@ -327,7 +333,10 @@ class Lane:
 
     def _left_behind(self, step: Step, loader: int, epoch: int) -> bool:
         """Whether a batch that nothing followed is of an earlier epoch of this loader: then it was not prefetched."""
-        batches = [record[4] for record in step.records[step.segment :] if record[4] is not None]
+        if step.segment == len(step.records):
+            return False
+        # Of one epoch all have the same answer, and few take batches of several loaders at a time.
+        batches = [record[4] for record in step.records[step.segment :][-_TOGETHER:] if record[4] is not None]
         return any(batch[0] == loader and batch[1] != epoch for batch in batches)
 
     def _elsewhere(self, record: tuple[Any, ...]) -> None:
@@ -349,12 +358,20 @@ class Lane:
         step = self.step
         if step is None or self.kinds or step.explicit:
             return
+        self._forget_untrained_epoch(step)
         if not step.records:
             self._cancel(step)
         elif step.segment == len(step.records) and self._evaluation is None:
             # Neither does a batch of another loader wait for its step, nor was it evaluation's loader, in the middle
             # of a step that accumulates.
             self._close_step(step, start)
+
+    def _forget_untrained_epoch(self, step: Step) -> None:
+        """Where a loader has ended and nothing followed any of its batches, they were not read for a step."""
+        batches = [record[4] for record in step.records[step.segment :] if record[4] is not None]
+        if len(batches) > 1 and batches[0][2] == 0 and len({batch[:2] for batch in batches}) == 1:
+            del step.records[step.segment :]
+            step.seen = step.segment
 
     # Evaluation.
 

@@ -129,6 +129,8 @@ class Step:
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     segment = 0
     """Index of the record with which the batch in hand began."""
+    seen = 0
+    """Index of the first record of which it is not known yet whether it trains."""
     global_step: int | None = None
     explicit = False
     requested = False

@@ -151,8 +151,8 @@ class Run:
         step.start = start
         step.records.clear()
         step.stepped = False
-        if step.dropped or step.segment:
-            step.dropped = step.segment = 0
+        if step.dropped or step.seen:
+            step.dropped = step.segment = step.seen = 0
         return True
 
     def _head_keeps(self, number: int) -> bool:
