@@ -187,6 +187,50 @@ def accumulation(diary: Diary) -> Iterator[Any]:
 
 
 @form
+def accumulation_with_a_step_for_the_rest(diary: Diary) -> Iterator[Any]:
+    """What an epoch leaves over is stepped for when its loader has ended."""
+    model, data, held_out = network(), loader(5), loader(2)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    yield model
+    for _ in range(2):
+        phases = ""
+        for number, (x, y) in enumerate(data, 1):
+            loss = F.cross_entropy(model(x), y) / 4
+            loss.backward()
+            phases += "next forward backward "
+            if number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                diary.step(f"{phases}optimizer zero_grad", loss)
+                phases = ""
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        diary.step(f"{phases}optimizer zero_grad scheduler", loss)
+        diary.evaluations.append(_evaluate(model, held_out))
+
+
+@form
+def accumulation_whose_rest_is_evaluated_first(diary: Diary) -> Iterator[Any]:
+    model, data, held_out = network(), loader(3), loader(2)
+    optimizer = sgd(model)
+    yield model
+    for _ in range(2):
+        phases = ""
+        for number, (x, y) in enumerate(data, 1):
+            loss = F.cross_entropy(model(x), y) / 2
+            loss.backward()
+            phases += "next forward backward "
+            if number == 2:
+                optimizer.step()
+                diary.step(f"{phases}optimizer", loss)
+                phases = ""
+        diary.step(phases.strip(), loss)
+        diary.evaluations.append(_evaluate(model, held_out))
+
+
+@form
 def lbfgs(diary: Diary) -> Iterator[Any]:
     model, data = nn.Linear(6, 3), loader(4)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)

@@ -157,7 +157,10 @@ class Lane:
                 return
             self._become_stepper()
         step = self.step
-        if step is None or step.batch or step.explicit:
+        if step is None:
+            return
+        step.ended = 0
+        if step.batch or step.explicit:
             return
         if optimizer in step.optimizers:
             # It steps again: another step has begun, at the first event after the latest optimizer.
@@ -225,6 +228,11 @@ class Lane:
         if not run.active or get_current().get(SUPPRESSED):
             return False
         step = self.step
+        if step is not None and step.ended and kind != OPTIMIZER:
+            if kind == SCHEDULER:
+                return False
+            self._close_step(step, step.ended)
+            step = None
         if step is None:
             if kind == SCHEDULER:
                 return False
@@ -249,6 +257,9 @@ class Lane:
         if not run.active or context.suppressed() or not self.bounds:
             return False
         step = self.step
+        if step is not None and step.ended:
+            self._close_step(step, step.ended)
+            step = None
         if step is None:
             return kind == EVAL_FORWARD and not self._explicit
         if kind == EVAL_FORWARD and not step.batch and not step.explicit and step.done:
@@ -294,6 +305,9 @@ class Lane:
             return
         if step is not None and step.explicit:
             return
+        if step is not None and step.ended:
+            self._close_step(step, step.ended)
+            step = None
         if step is not None:
             followed = self._settle_segment(step)
             if self._explicit and followed == Segment.TRAIN:
@@ -345,7 +359,7 @@ class Lane:
         record = (NEXT_ELSEWHERE, *record[1:])
         stepper = run.stepper
         step = stepper.step if stepper is not None else None
-        if step is None:
+        if step is None or step.ended:
             run.pending.append(record)
         elif len(step.records) < self._capacity:
             step.records.append(record)
@@ -363,8 +377,8 @@ class Lane:
             self._cancel(step)
         elif step.segment == len(step.records) and self._evaluation is None:
             # Neither does a batch of another loader wait for its step, nor was it evaluation's loader, in the middle
-            # of a step that accumulates.
-            self._close_step(step, start)
+            # of a step that accumulates. An optimizer may still step for what an epoch left over.
+            step.ended, step.settled = start, False
 
     def _forget_untrained_epoch(self, step: Step) -> None:
         """Where a loader has ended and nothing followed any of its batches, they were not read for a step."""
@@ -435,7 +449,7 @@ class Lane:
             self._drop_beginning(step)
             trained = step.done or step.segment > 0
             if step.explicit or (trained and not self._explicit):
-                self._close_step(step, step.last(clock()))
+                self._close_step(step, step.ended or step.last(clock()))
             else:
                 self._cancel(step)
         self._close_evaluation()
@@ -463,8 +477,8 @@ class Lane:
         step = self.step
         if step is not None:
             followed = self._settle_segment(step)
-            if followed == Segment.TRAIN or step.done or step.explicit:
-                self._close_step(step, start)
+            if followed == Segment.TRAIN or step.done or step.explicit or step.ended:
+                self._close_step(step, step.ended or start)
                 step = None
             elif not step.records:
                 step.start = start
@@ -489,7 +503,7 @@ class Lane:
 
     def begin_span(self) -> tuple[int, int] | None:
         """A span that the user names begins: (number of the step, start); None where no step is open."""
-        if not self.run.active or self.step is None or context.suppressed():
+        if not self.run.active or self.step is None or self.step.ended or context.suppressed():
             return None
         return self.step.number, clock()
 

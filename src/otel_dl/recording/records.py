@@ -118,6 +118,8 @@ class Step:
     """
 
     end = 0
+    ended = 0
+    """When its epoch was over before an optimizer had stepped: only one that does so next belongs to it."""
     dropped = 0
     error: str | None = None
     stepped = False
