@@ -14,11 +14,12 @@ import torch
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
 from support import children
 from support.inprocess import recording
-from support.loops import Picky, seed, sgd, update
+from support.loops import Picky, batch, seed, sgd, update
 from support.phases import lines
 from support.validate import digest, from_sdk, validate
 from torch.utils.data import DataLoader, TensorDataset
 
+import otel_dl
 from otel_dl.export.sampling import SamplerHead
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.recording import keep, lane, records
@@ -235,6 +236,23 @@ def test_of_10000_steps_at_1_in_30000_the_one_that_raises_and_the_slow_one_are_w
         slow: ("slow", whole),
     }
     assert validate(map(from_sdk, recorded.spans)) == []
+
+
+def test_a_step_that_the_user_asks_for_is_whole() -> None:
+    seed()
+    model = Picky(6, 3)
+    optimizer = sgd(model)
+    with recording(NeverHead()) as recorded:
+        for number in range(300):
+            update(model, optimizer, *batch())
+            if number == 222:
+                otel_dl.keep()
+    found = {
+        step.attributes["dl.step"]: (step.attributes["dl.keep.reason"], line)
+        for step, line in zip(recorded.named("train.step"), lines(recorded.spans, "train.step"), strict=True)
+    }
+    assert found[222] == ("requested", "zero_grad forward backward optimizer")
+    assert [number for number, (reason, _) in found.items() if reason == "requested"] == [222]
 
 
 # The order of reasons, and the caps.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -133,6 +133,23 @@ def test_classes_that_are_made_meanwhile() -> None:
     assert cell.cell_contents is step
 
 
+def test_an_alias_that_torch_takes_when_it_is_imported_is_of_torchs_own() -> None:
+    done = children.run(
+        """
+        import torch
+        from support.inprocess import recording
+
+        original = torch.nn.Module.__call__
+        with recording():
+            assert torch.nn.Module.__call__ is not original
+            import torch.fx._symbolic_trace
+            assert torch.fx._symbolic_trace._orig_module_call is original
+        """,
+        {"PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert done.code == 0, done
+
+
 def test_aliases_that_were_taken_meanwhile_still_work() -> None:
     with recording() as recorded:
         call, backward = torch.nn.Module.__call__, torch.autograd._engine_run_backward
@@ -171,11 +188,17 @@ _names = [f"{owner.__name__}.{name}" for owner, name in PATCHED_BY_OTHERS]
 
 @pytest.mark.parametrize(("owner", "name"), PATCHED_BY_OTHERS, ids=_names)
 class TestWithPatchesOfOthers:
-    def test_on_top_of_ours_stays_and_works(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        original, calls = vars(owner)[name], []
+    @pytest.fixture(autouse=True)
+    def _as_it_was(self, owner: Any, name: str) -> Iterator[None]:
+        original = vars(owner)[name]
+        yield
+        setattr(owner, name, original)
+
+    def test_on_top_of_ours_stays_and_works(self, owner: Any, name: str) -> None:
+        calls: list[str] = []
         with recording() as recorded:
             theirs = wrapped(vars(owner)[name], calls)
-            monkeypatch.setattr(owner, name, theirs)
+            setattr(owner, name, theirs)
             train(FORMS["plain"])
         recorded_steps = len(recorded.named("train.step"))
         assert vars(owner)[name] is theirs
@@ -189,12 +212,11 @@ class TestWithPatchesOfOthers:
         assert len(again.named("train.step")) == len(diary.steps)
         assert len(again.named("forward")) == len(diary.steps)
         assert vars(owner)[name] is theirs
-        monkeypatch.setattr(owner, name, original)
 
-    def test_beneath_ours_is_put_back_and_called(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_beneath_ours_is_put_back_and_called(self, owner: Any, name: str) -> None:
         calls: list[str] = []
         theirs = wrapped(vars(owner)[name], calls)
-        monkeypatch.setattr(owner, name, theirs)
+        setattr(owner, name, theirs)
         train_in_all_ways()
         without = list(calls)
         calls.clear()

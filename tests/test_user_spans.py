@@ -19,6 +19,7 @@ from support.inprocess import recording
 from support.loops import batch, loader, network, seed, sgd, update
 
 from otel_dl.export.sampling import SamplerHead
+from otel_dl.recording.keep import NeverHead
 from otel_dl.viewing.reading import Reading, read_spans
 
 Script = Callable[[Tracer], None]
@@ -184,6 +185,15 @@ class TestSomebodysProvider:
         assert len(tops) == 8
         for span in tops:
             assert steps[span.context.trace_id] == span.parent.span_id
+
+    def test_a_step_that_is_kept_late_says_that_they_could_not_be_had(self) -> None:
+        provider = Provider(ParentBased(TraceIdRatioBased(0)))
+        with recording(NeverHead(), foreign=True) as recorded:
+            in_the_step(provider.tracer)
+        (first,) = recorded.named("train.step")
+        assert first.attributes["dl.keep.reason"] == "warmup"
+        assert first.attributes["dl.user_spans"] == "not_recorded"
+        assert provider.spans == []
 
     def test_around_a_step_they_are_left_alone_and_the_step_has_a_link(self) -> None:
         provider = Provider()

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+import wrapt
+
 from otel_dl.patches._patching import Patches
 from otel_dl.recording.lane import (
     BACKWARD,
@@ -114,6 +116,13 @@ def install_forward(run: Run, patches: Patches) -> None:
 
     __call__.__qualname__ = "Module.__call__"  # torch's own has another place as well: by this one it is pickled
     patches.replace(module, "__call__", __call__)
+
+    def imported(symbolic_trace: Any) -> None:
+        # It keeps what `Module.__call__` is when it is imported, for good: torch's own it shall be.
+        if getattr(symbolic_trace, "_orig_module_call", None) is __call__:
+            symbolic_trace._orig_module_call = original
+
+    wrapt.register_post_import_hook(imported, "torch.fx._symbolic_trace")
 
 
 def install_backward(run: Run, patches: Patches) -> None:
