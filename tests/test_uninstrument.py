@@ -144,6 +144,9 @@ def test_an_alias_that_torch_takes_when_it_is_imported_is_of_torchs_own() -> Non
             assert torch.nn.Module.__call__ is not original
             import torch.fx._symbolic_trace
             assert torch.fx._symbolic_trace._orig_module_call is original
+            import torch._dynamo.variables.nn_module
+        assert torch._dynamo.utils.unpatched_nn_module_call is original
+        assert torch._dynamo.variables.nn_module.unpatched_nn_module_call is original
         """,
         {"PYTHONPATH": str(Path(__file__).parent)},
     )

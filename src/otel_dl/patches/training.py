@@ -9,6 +9,7 @@ no graph break, no recompilation.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -117,12 +118,24 @@ def install_forward(run: Run, patches: Patches) -> None:
     __call__.__qualname__ = "Module.__call__"  # torch's own has another place as well: by this one it is pickled
     patches.replace(module, "__call__", __call__)
 
-    def imported(symbolic_trace: Any) -> None:
-        # It keeps what `Module.__call__` is when it is imported, for good: torch's own it shall be.
+    # Modules of torch that keep what `Module.__call__` is when they are imported.
+
+    def fx_imported(symbolic_trace: Any) -> None:
         if getattr(symbolic_trace, "_orig_module_call", None) is __call__:
             symbolic_trace._orig_module_call = original
 
-    wrapt.register_post_import_hook(imported, "torch.fx._symbolic_trace")
+    def dynamo_imported(nn_module: Any) -> None:
+        # torch.compile passes by a call of a module where it is torch's own, which ours is to it: it takes the same
+        # way as without us (torch/_dynamo/variables/nn_module.py).
+        if own and module.__dict__["__call__"] is __call__:
+            owners: tuple[Any, ...] = (sys.modules.get("torch._dynamo.utils"), nn_module)
+            for owner in owners:
+                if hasattr(owner, "unpatched_nn_module_call"):
+                    owner.unpatched_nn_module_call = original
+                    patches.replace(owner, "unpatched_nn_module_call", __call__)
+
+    wrapt.register_post_import_hook(fx_imported, "torch.fx._symbolic_trace")
+    wrapt.register_post_import_hook(dynamo_imported, "torch._dynamo.variables.nn_module")
 
 
 def install_backward(run: Run, patches: Patches) -> None:
