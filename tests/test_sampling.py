@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import otel_dl
 from otel_dl.export.sampling import SamplerHead
-from otel_dl.patches import dataloader as dataloader_patches
+from otel_dl.patches import training
 from otel_dl.recording import keep, lane, records
 from otel_dl.recording.keep import AdaptiveHead, Head, Keep, NeverHead, SlowSteps
 from otel_dl.recording.records import Step
@@ -203,7 +203,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(lane, "clock", clock)
-    monkeypatch.setattr(dataloader_patches, "clock", clock)
+    monkeypatch.setattr(training, "clock", clock)
     return clock
 
 

@@ -98,7 +98,6 @@ def test_what_is_patched_is_seen_by_the_walk() -> None:
         "LRScheduler.__init__",
         "GradScaler.step",
         "_BaseDataLoaderIter.__next__",
-        "_SingleProcessDataLoaderIter._next_data",
         "torch.utils.data._utils.worker._worker_loop",
         "step.func",
     } <= set(changed)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches
 from otel_dl.recording.lane import NEXT
-from otel_dl.recording.records import clock
 from otel_dl.workers.carrier import Carrier
 from otel_dl.workers.entry import Starting, WorkerLoop
 
@@ -62,6 +61,7 @@ class Info:
     """What is known of an iterator in its present epoch."""
 
     __slots__ = (
+        "alone",
         "batch",
         "epoch",
         "fetched",
@@ -78,6 +78,8 @@ class Info:
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
         """Empty where no worker was given one: such a batch has no trace of its own."""
+        self.alone = False
+        """Whether the main process reads."""
         self.loader = self.epoch = 0
         self.round = 0
         """Epochs of this iterator before this one, where its workers live on."""
@@ -129,6 +131,7 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
         info.in_order = getattr(loader, "in_order", True)  # absent in 2.4
         if not info.in_order:
             watch_order()
+        info.alone = loader.num_workers == 0
         info.loader, info.epoch = loaders.epoch(loader)
         setattr(iterator, _INFO, info)
 
@@ -181,6 +184,13 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
     base: Any = dataloader._BaseDataLoaderIter
     original_next = _method(base, "__next__")
 
+    def batch(iterator: Any, info: Info | None) -> tuple[Any, ...] | None:
+        if info is None or not info.alone:
+            return info.batch if info is not None else None
+        # `dataloader.fetch` is what the iterator without workers does in `next()`: the wait and it are one.
+        info.fetched += 1
+        return info.loader, info.epoch, info.fetched - 1, "", 0, None, 0, ""
+
     @functools.wraps(original_next)
     def __next__(self: Any) -> Any:
         try:
@@ -202,34 +212,15 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
             _guard(patches, lane.stop_next, opened)
             raise
         except BaseException as error:
-            _guard(patches, lane.fail, NEXT, opened, error, info.batch if info is not None else None)
+            _guard(patches, lane.fail, NEXT, opened, error, batch(self, info))
             raise
         try:
-            lane.end(NEXT, opened, info.batch if info is not None else None)
+            lane.end(NEXT, opened, batch(self, info))
         except BaseException as error:
             patches.fault(error)
         return data
 
     patches.replace(base, "__next__", __next__)
-    single: Any = dataloader._SingleProcessDataLoaderIter
-    original_data = _method(single, "_next_data")
-
-    @functools.wraps(original_data)
-    def _next_data(self: Any) -> Any:
-        # No phase of its own: its two times travel with the batch.
-        start = clock()
-        try:
-            return original_data(self)
-        finally:
-            try:
-                info: Info | None = self._otel_dl
-                if info is not None:
-                    info.batch = (info.loader, info.epoch, info.fetched, "", 0, None, 0, "", start, clock())
-                    info.fetched += 1
-            except BaseException as error:
-                patches.fault(error)
-
-    patches.replace(single, "_next_data", _next_data)
 
 
 def _install_workers(
@@ -282,7 +273,7 @@ def _install_returned(patches: Patches, several: Any) -> None:
                 index = self._rcvd_idx - ahead if info.in_order else info.last
                 number = worker[0] if told else info.workers.pop(index)
                 read_by = number, info.pids[number], info.method
-                info.batch = (info.loader, info.epoch, index, info.nonce, info.round, *read_by, 0, 0)
+                info.batch = (info.loader, info.epoch, index, info.nonce, info.round, *read_by)
             except BaseException as error:
                 patches.fault(error)
         return original_process(self, data, *worker)

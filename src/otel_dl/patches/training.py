@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from otel_dl.patches._patching import Patches
+from otel_dl.recording.context import get_current
 from otel_dl.recording.lane import (
     BACKWARD,
     EVAL_FORWARD,
@@ -26,26 +27,44 @@ from otel_dl.recording.lane import (
     SCHEDULER,
     ZERO_GRAD,
 )
+from otel_dl.recording.records import clock
 
 if TYPE_CHECKING:
+    from otel_dl.recording.lane import Lane
     from otel_dl.recording.run import Run
 
 
 def phase(
-    run: Run, patches: Patches, kind: int, original: Callable[..., Any], traced: Callable[[], bool] | None = None
+    run: Run, patches: Patches, kind: int, original: Callable[..., Any], traced: Callable[[], bool] = lambda: False
 ) -> Callable[..., Any]:
-    """`original` as a phase of this kind; calls nested in one of the same kind are not recorded, nor `traced` ones."""
+    """`original` as a phase of this kind; calls nested in one of the same kind are not recorded.
+
+    `traced` is asked about calls that are nested in another phase: those of a compiler are none of training's.
+    """
     from torch.compiler import is_dynamo_compiling
 
-    compiling: Callable[[], bool] = traced or is_dynamo_compiling
+    capacity = run.settings.step_records
+    optimizes = kind == OPTIMIZER
+
+    def begin(lane: Lane, args: tuple[Any, ...]) -> int:
+        if lane.kinds and traced():
+            return 0
+        return lane.begin_optimizer(id(args[0])) if optimizes else lane.begin(kind)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
+        if is_dynamo_compiling():
             return original(*args, **kwargs)
         try:
             lane = run.local.lane
-            start = lane.begin(kind)
+            step = lane.step
+            # What Lane.begin and Lane.end do for the ordinary phase stands here in place: a call less each.
+            ordinary = step is not None and step.settled and not lane.kinds and get_current() is step.context
+            if ordinary:
+                lane.kinds = kind
+                start = clock()
+            else:
+                start = begin(lane, args)
         except BaseException as error:
             patches.fault(error)
             return original(*args, **kwargs)
@@ -57,7 +76,15 @@ def phase(
             _ended(patches, lane.fail, kind, start, error)
             raise
         try:
-            lane.end(kind, start)
+            if ordinary and step is not None and lane.step is step and len(step.records) < capacity:
+                step.records.append((kind, start, clock(), None, None))
+                lane.kinds = 0
+                if optimizes:
+                    step.stepped = True
+            elif optimizes:
+                lane.end_optimizer(start, id(args[0]))
+            else:
+                lane.end(kind, start)
         except BaseException as error:
             patches.fault(error)
         return result
@@ -82,6 +109,7 @@ def install_forward(run: Run, patches: Patches) -> None:
     is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
     # A submodule's call is the hot one (hundreds a step). Where torch's own function stands, its two lines are done
     # here: one Python frame less than calling it, which halves what we add (torch/nn/modules/module.py 2.4-2.15).
+    capacity = run.settings.step_records
     own = original is module.__dict__.get("_wrapped_call_impl")
 
     @functools.wraps(original)
@@ -95,10 +123,17 @@ def install_forward(run: Run, patches: Patches) -> None:
             return original(self, *args, **kwargs)
         try:
             if self.training and is_grad_enabled():
-                kind = FORWARD if self._parameters or self._modules else NEUTRAL_FORWARD
+                kind = FORWARD if self._modules or self._parameters else NEUTRAL_FORWARD
             else:
                 kind = EVAL_FORWARD
-            start = lane.begin(FORWARD) if kind == FORWARD else lane.begin_untrained(kind)
+            step = lane.step
+            # As in `phase`.
+            ordinary = step is not None and step.settled and not lane.kinds and get_current() is step.context
+            if ordinary:
+                lane.kinds = kind
+                start = clock()
+            else:
+                start = lane.begin(kind) if kind == FORWARD else lane.begin_untrained(kind)
         except BaseException as error:
             patches.fault(error)
             return original(self, *args, **kwargs)
@@ -110,7 +145,11 @@ def install_forward(run: Run, patches: Patches) -> None:
             _ended(patches, lane.fail, kind, start, error)
             raise
         try:
-            lane.end(kind, start)
+            if ordinary and step is not None and lane.step is step and len(step.records) < capacity:
+                step.records.append((kind, start, clock(), None, None))
+                lane.kinds = 0
+            else:
+                lane.end(kind, start)
         except BaseException as error:
             patches.fault(error)
         return result
@@ -142,11 +181,10 @@ def install_backward(run: Run, patches: Patches) -> None:
     """Every entry into the autograd engine from Python: `Tensor.backward`, `autograd.backward`, `autograd.grad`."""
     import torch.autograd
     from torch._guards import TracingContext
-    from torch.compiler import is_dynamo_compiling
 
     def traced() -> bool:
         # AOTAutograd runs a backward while it compiles, within the first forward.
-        return is_dynamo_compiling() or TracingContext.try_get() is not None
+        return TracingContext.try_get() is not None
 
     target: Any = torch.autograd
     patches.replace(target, "_engine_run_backward", phase(run, patches, BACKWARD, target._engine_run_backward, traced))
@@ -204,37 +242,9 @@ def install_optimizer(run: Run, patches: Patches) -> None:
     sees exceptions too, which torch's own hooks do not, and leaves `cls.step` the object it was.
     """
     import torch
-    from torch.compiler import is_dynamo_compiling
 
     base: Any = torch.optim.Optimizer
     covered: dict[int, CellType] = {}
-
-    def recorded_step(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():
-                return original(self, *args, **kwargs)
-            try:
-                lane = run.local.lane
-                optimizer = id(self)
-                start = lane.begin_optimizer(optimizer)
-            except BaseException as error:
-                patches.fault(error)
-                return original(self, *args, **kwargs)
-            if not start:
-                return original(self, *args, **kwargs)
-            try:
-                result = original(self, *args, **kwargs)
-            except BaseException as error:
-                _ended(patches, lane.fail, OPTIMIZER, start, error)
-                raise
-            try:
-                lane.end_optimizer(start, optimizer)
-            except BaseException as error:
-                patches.fault(error)
-            return result
-
-        return step
 
     def cover(kind: type) -> None:
         step: Any = getattr(kind, "step", None)
@@ -248,7 +258,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
         cell: CellType = step.__closure__[step.__code__.co_freevars.index("func")]
         if id(cell) not in covered:
             covered[id(cell)] = cell
-            patches.replace_cell(cell, recorded_step(cell.cell_contents))
+            patches.replace_cell(cell, phase(run, patches, OPTIMIZER, cell.cell_contents))
 
     for kind in _subclasses(base):
         cover(kind)

@@ -29,8 +29,8 @@ logger = logging.getLogger("otel_dl")
 
 POLL_S: Final = 0.2
 TURN_S: Final = 0.002
-"""Work done at a stretch; then a rest of REST times as long. Less from half of the room for waiting steps on, none where
-it is full or the end of the process waits."""
+"""Work done at a stretch; then a rest of REST times as long. It shrinks once half of the room for waiting steps is
+taken; there is none where all is, or the end of the process waits."""
 REST: Final = 19
 
 

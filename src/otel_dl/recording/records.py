@@ -65,7 +65,7 @@ class Batch(NamedTuple):
 
     `place` is the loader's own batch number in this epoch. `epoch` counts the epochs of `loader`, `round` those of the
     iterator that read it: its nonce and round name the batch's own trace. `worker` is None where the main process read
-    it, from `fetch_start` to `fetch_end` (`clock`).
+    it, within the `next()`.
     """
 
     loader: int
@@ -76,8 +76,6 @@ class Batch(NamedTuple):
     worker: int | None = None
     pid: int = 0
     start_method: str = ""
-    fetch_start: int = 0
-    fetch_end: int = 0
 
 
 class Record(NamedTuple):
@@ -137,7 +135,7 @@ class Step:
     explicit = False
     requested = False
     plain = False
-    """Whether nothing has happened that makes it more than an ordinary step: see `Run.advance`."""
+    """Whether nothing has happened that makes it more than an ordinary step: see `Lane.begin_next`."""
     reason = ""
     span: StepSpan | None = None
     context: object = None

@@ -15,7 +15,6 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
-from otel_dl.recording.context import get_current
 from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep
 from otel_dl.recording.records import Evaluation, Step
@@ -59,13 +58,14 @@ class Run:
         self.identity = Identity.read()
         self.began = time.time_ns()
         self.keep = Keep(head)
+        self.slow = self.keep.slow
         self.stepper: Lane | None = None
         """The thread whose optimizers bound steps; until one has stepped the main thread bounds them."""
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
         self.number = 0
-        self._attention = 0
-        """The first step to come that needs more than to be recorded: see `_head_keeps`."""
+        self.attention = 0
+        """The first step to come that `records_only` has to be asked about."""
         self.evaluations = 0
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
@@ -129,39 +129,13 @@ class Run:
         user's own spans away from a provider of theirs that samples everything."""
         return self.foreign_provider and self.keep.head.adaptive
 
-    def advance(self, step: Step, start: int) -> bool:
-        """Makes `step`, which ends at `start`, the next one, where nobody keeps it and nobody knows its ids.
-
-        That is the ordinary case, and the hot one: closing it and opening another costs three times as much. Where it
-        is not the ordinary case nothing is done, and False returned.
-        """
-        number = step.number + 1
-        slow = self.keep.slow
-        duration = start - step.start
-        if (
-            not step.plain
-            or self.pending
-            or duration > slow.limit
-            or get_current() is not step.context
-            or (number >= self._attention and self._head_keeps(number))
-        ):
-            return False
-        slow.new.append(duration)
-        self.number = step.number = number
-        step.start = start
-        step.records.clear()
-        step.stepped = False
-        if step.dropped or step.seen:
-            step.dropped = step.segment = step.seen = 0
-        return True
-
-    def _head_keeps(self, number: int) -> bool:
-        """The head decision for a step that cannot just be recorded; says how long the next ones can."""
-        head, slow = self.keep.head, self.keep.slow
+    def records_only(self, number: int) -> bool:
+        """Whether step `number` is, as far as the head decides, only recorded; says how long the next ones are."""
+        head, slow = self.keep.head, self.slow
         if len(slow.new) >= slow.TOGETHER:
             slow.sort_in()
-        self._attention = min(head.no_earlier(number + 1), number + slow.TOGETHER - len(slow.new))
-        return head.step(number)
+        self.attention = min(head.no_earlier(number + 1), number + slow.TOGETHER - len(slow.new))
+        return not head.step(number)
 
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""

@@ -159,12 +159,12 @@ class SpanBuilder:
                 continue
             if fetched is not None:
                 spans.extend(self.fetch(fetched, reason, batch, context))
-            elif batch.worker is None and batch.fetch_end:
+            elif batch.worker is None:
                 ordinal += 1
                 child = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
                 spans.append(
                     self._span(
-                        SpanName.FETCH, child, context, batch.fetch_start, batch.fetch_end, _batch_attributes(batch),
+                        SpanName.FETCH, child, context, record.start, record.end, _batch_attributes(batch),
                         record.error, (),
                     )
                 )  # fmt: skip
