@@ -6,7 +6,6 @@ What was kept arrives where it can, the delay is bounded, the exit code is the o
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from support.children import Child, Result, free_port
+from support.children import INSTRUMENT, Child, Result, free_port
 from support.receiver import Receiver, Span, otlp_environment, receiving
 
 STEPS = 20
@@ -76,8 +75,6 @@ MODES = ("fine", "refused", "silent", "unavailable")
 EXIT_DELAY, TERM_DELAY = 5.0, 0.5
 MARGIN = 2.5
 """Seconds beyond a bound: the machine is shared, and several jobs end at once."""
-
-INSTRUMENT = ("opentelemetry-instrument", sys.executable)
 
 
 def job(training: str, end: End, env: dict[str, str], command: tuple[str, ...] = (sys.executable,)) -> Result:
@@ -161,7 +158,6 @@ QUICK_FOREIGN = [("return", "fine"), ("return", "silent"), ("SIGTERM", "silent")
 REST_FOREIGN = [(end, mode) for end in ENDS for mode in MODES if (end, mode) not in QUICK_FOREIGN]
 
 
-@pytest.mark.skipif(shutil.which(INSTRUMENT[0]) is None, reason="needs opentelemetry-distro")
 @pytest.mark.parametrize(
     "cases", [QUICK_FOREIGN, pytest.param(REST_FOREIGN, marks=pytest.mark.long)], ids=["quick", "rest"]
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from opentelemetry import context as context_api
 from support import loops
 from support.inprocess import Recorded, recording
 from support.loops import FORMS, Picky, Points, loader, seed, sgd
@@ -32,6 +33,14 @@ fail: Any = operator.concat
 """Raises TypeError whatever our code calls it with, and has no frame: to us a fault of our own."""
 
 Outcome = tuple[list[float], list[bytes]]
+
+
+@pytest.fixture(autouse=True)
+def own_context() -> Iterator[None]:
+    """Where `context.detach` itself is broken a step's context stays: not for the tests that follow."""
+    token = context_api.attach(context_api.Context())
+    yield
+    context_api.detach(token)
 
 
 def train(halfway: Callable[[], None] = lambda: None) -> Outcome:

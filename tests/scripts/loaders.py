@@ -5,6 +5,7 @@ What is true travels in the batch: the worker writes down who it is, when it rea
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -75,7 +76,7 @@ def main() -> None:
     if workers:
         persistent = DataLoader(Map(), batch_size=BATCH, collate_fn=collate, persistent_workers=True, **workers)
         loaders.append(("persistent", persistent, 3))
-    if method == "fork":
+    if method == "fork" and "in_order" in inspect.signature(DataLoader).parameters:  # from torch 2.6 on
         unordered = DataLoader(Map(), batch_size=BATCH, collate_fn=collate, in_order=False, **workers)
         loaders.append(("unordered", unordered, 1))
     model = torch.nn.Linear(1, 1)

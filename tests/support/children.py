@@ -15,6 +15,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
+INSTRUMENT = (str(Path(sys.executable).with_name("opentelemetry-instrument")), sys.executable)
+"""The command of opentelemetry-distro that instruments a script which it does not change."""
+
 LAST_LINE = "print('END', time.monotonic(), flush=True)"
 """What a script runs last of all, where its end is measured (`time.monotonic` is one clock for all processes)."""
 

@@ -48,6 +48,9 @@ class DerivedSpan(NonRecordingSpan):
         self.sampled = sampled
         self.outer = outer
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.get_span_context()!r})"
+
     def ids(self) -> tuple[int, int]:
         """(trace id, span id)."""
         raise NotImplementedError

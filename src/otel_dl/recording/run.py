@@ -5,6 +5,7 @@ Steps arrive here when they are closed; those that are kept wait in `closed` for
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
@@ -210,6 +211,10 @@ class Run:
         lane.kinds = 0
         if lane.step is not None:
             lane.step.settled = lane.step.batch = lane.step.plain = False
+        with contextlib.suppress(Exception):  # The fault may lie in there.
+            _, span = context.current()
+            if isinstance(span, StepSpan) and span.step is not lane.step:
+                context.detach(span)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Closes what is open: the run ends, by `error` where one ends the process."""
