@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from time import monotonic
 
 import pytest
@@ -416,6 +417,36 @@ def test_a_forked_child_exports_its_own_spans_and_none_of_the_parents() -> None:
         assert result.code == 0, result
         counted = {name: len(receiver.named(name)) for name in ("first", "parent's", "open in the parent", "child's")}
         assert counted == {"first": 1, "parent's": 100, "open in the parent": 1, "child's": 5}
+
+
+def test_a_fork_waits_until_the_exporter_is_imported(tmp_path: Path) -> None:
+    """A module that another thread is importing at the fork stays locked in the child for ever."""
+    (tmp_path / "slow_exporter.py").write_text("import builtins, time\nbuiltins.importing.set()\ntime.sleep(0.5)\n")
+    done = run(
+        """
+        import builtins, faulthandler, os, threading, time
+        from otel_dl.export.exporter_sink import ExporterSink
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        builtins.importing = threading.Event()
+
+        def factory():
+            import slow_exporter
+            return ConsoleSpanExporter()
+
+        sink = ExporterSink(factory, 1024, "slow")
+        sink.open()
+        builtins.importing.wait()
+        pid = os.fork()
+        if pid == 0:
+            faulthandler.dump_traceback_later(20, exit=True)
+            import slow_exporter
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """,
+        {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.stdout == "0\n", done
 
 
 def test_queue_settings_have_room_for_a_batch() -> None:

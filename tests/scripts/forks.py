@@ -61,10 +61,6 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for thread in threads:
         thread.start()
-    with tracer.start_as_current_span("first"):
-        pass
-    # Python itself does not free the lock of a module that another thread imports during the fork: the exporter's.
-    trace.get_tracer_provider().force_flush()
     good = 0
     for number in range(int(sys.argv[1])):
         optimizer.zero_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import random
 import re
 import sys
@@ -18,6 +20,28 @@ from otel_dl.export.queue_sink import BATCH, DELAY, QueueSink, logger
 
 _abandoned: list[object] = []
 """Exporters of a parent process: their destructors would speak on its connections."""
+
+LOADING_S: Final = 10.0
+_loading = threading.RLock()
+"""Held while an exporter is imported. A fork waits for it, LOADING_S at most: the child would inherit the locks of half
+imported modules from a thread that it does not have, and wait for ever where it imports one of them."""
+
+
+def _before_fork() -> None:
+    _loading.acquire(timeout=LOADING_S)
+
+
+def _after_fork_in_parent() -> None:
+    with contextlib.suppress(RuntimeError):  # It was not had in time.
+        _loading.release()
+
+
+def _after_fork_in_child() -> None:
+    global _loading
+    _loading = threading.RLock()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 class ExporterSink(QueueSink):
@@ -54,7 +78,9 @@ class ExporterSink(QueueSink):
         super().after_fork()
 
     def _open(self) -> None:
-        self._exporter = exporter = self._factory()
+        with _loading:
+            exporter = self._factory()
+        self._exporter = exporter
         keep_random_apart()
         _leave_retries_to_us(exporter)
         self._overheard = _Overheard(exporter)
