@@ -130,6 +130,17 @@ class TestExporterSink:
         assert sink.waiting == 0
         assert not sink.dropped
 
+    def test_spans_that_come_just_before_a_flush_are_not_taken_for_delivered(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sink = ExporterSink(Remembering, 1024, "remembering")
+        monkeypatch.setattr(sink, "_start", lambda: None)
+        sink.offer(spans(10))
+        # The thread found nothing to do, then both came.
+        sink._exporter, sink._wanted = Remembering(), 10
+        sink._finish_flush()
+        assert sink._flushed == 0
+
     def test_batches_hold_512_spans_at_most(self) -> None:
         sizes: list[int] = []
         sink = sink_for(Remembering(lambda batch: sizes.append(len(batch)) is None))

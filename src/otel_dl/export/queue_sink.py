@@ -352,9 +352,10 @@ class QueueSink(ABC):
         self._wait(min(longest, first * 2 ** min(failures - 1, 10)), self._hurried)
 
     def _finish_flush(self) -> None:
-        """Everything that somebody waits for was delivered: says so to them."""
+        """What somebody waits for was delivered: says so to them."""
         with self._lock:
-            wanted = self._wanted
+            # Spans may have come since the thread found nothing to do.
+            wanted = min(self._wanted, self._settled())
             if wanted <= self._flushed:
                 return
         try:
