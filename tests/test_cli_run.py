@@ -37,7 +37,7 @@ with provider.get_tracer("otel_dl").start_as_current_span("train.step") as step:
 @pytest.fixture(autouse=True)
 def _working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("OTEL_TRACES_EXPORTER", "OTEL_DL_DIR", "OTEL_DL_JAEGER_URL", "OTEL_DL_ZERO_CODE"):
+    for name in ("OTEL_TRACES_EXPORTER", "OTEL_DL_DIR", "OTEL_DL_JAEGER_URL"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -323,14 +323,12 @@ class TestEnvironment:
         shown = self.shown("--out", "traces")
         assert shown["OTEL_TRACES_EXPORTER"] == "otel_dl_file"
         assert shown["OTEL_DL_DIR"] == str(tmp_path / "traces")
-        assert shown["OTEL_DL_ZERO_CODE"] == "1"
         assert shown["PYTHONPATH"].split(os.pathsep)[:2] == [str(BOOTSTRAP), "/mine"]
 
     def test_otlp(self, monkeypatch: pytest.MonkeyPatch) -> None:
         shown = self.shown("--to", "otlp")
         assert shown["OTEL_TRACES_EXPORTER"] == "otlp"
         assert "OTEL_DL_DIR" not in shown
-        assert shown["OTEL_DL_ZERO_CODE"] == "1"
         monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
         assert self.shown("--to", "otlp")["OTEL_TRACES_EXPORTER"] == "console"
 

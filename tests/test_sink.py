@@ -446,7 +446,7 @@ def test_a_fork_waits_until_the_exporter_is_imported(tmp_path: Path) -> None:
             return ConsoleSpanExporter()
 
         sink = ExporterSink(factory, 1024, "slow")
-        sink.open()
+        threading.Thread(target=sink.open, daemon=True).start()
         builtins.importing.wait()
         pid = os.fork()
         if pid == 0:

@@ -25,7 +25,6 @@ class SpanName:
     EVAL: Final = "train.eval"
     NEXT: Final = "dataloader.next"
     FETCH: Final = "dataloader.fetch"
-    START_WORKERS: Final = "dataloader.start_workers"
     FORWARD: Final = "forward"
     BACKWARD: Final = "backward"
     OPTIMIZER_STEP: Final = "optimizer.step"

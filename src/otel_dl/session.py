@@ -140,9 +140,9 @@ class Session:
         """The first step begins."""
         connection = self._connect()
         self.run.identity = self.run.identity.by_now()
-        self._ending.install()
         if self.run.keep.head.off:
             return
+        self._ending.install()
         connection.sink.open()
         self._builder = Builder(self.run, connection.sink, self.relay, connection.resource)
         self._builder.start(self._startup)
@@ -182,6 +182,9 @@ class Session:
         self.run.finish(error)
         if self._builder is not None:
             self._builder.drain(deadline, final=True)
+        lost = self.run.dropped + self.relay.dropped
+        if lost:
+            logger.warning("otel-dl: dropped in this run: %s.", ", ".join(f"{n} ({what})" for what, n in lost.items()))
 
     def uninstall(self) -> None:
         deadline = time.monotonic() + self.settings.exit_delay
@@ -198,6 +201,7 @@ class Session:
     def after_fork(self) -> None:
         """In a forked child: a run of its own, none of the parent's threads, records, spans, pipes or signals."""
         self._ending.after_fork()
+        startup.process_start_ns.cache_clear()
         self.run.restart()
         self.relay.after_fork()
         self._builder = None

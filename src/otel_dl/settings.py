@@ -11,9 +11,14 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("otel_dl")
+
+
+_said: set[tuple[str, object]] = set()
+"""Wrong values that were named: once a process, and not again in those that it starts."""
 
 
 class _Kind(NamedTuple):
@@ -113,6 +118,9 @@ class Settings:
                     values[field.name] = kind.parse(str(raw))
                     break
                 except (ValueError, OverflowError):
+                    if (source, raw) in _said or parent_process() is not None:
+                        continue
+                    _said.add((source, raw))
                     logger.warning(
                         "otel-dl: %s has the value %r; allowed: %s. The default %r is used.",
                         source,

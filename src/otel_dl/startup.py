@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ zero_code = False
 """Whether this module was loaded at the interpreter's start, so that `_loaded_ns` is its end."""
 
 
+@functools.cache
 def process_start_ns() -> int:
     """Epoch ns at which the kernel started this process, in steps of 10 ms (proc(5), field 22 of /proc/self/stat).
 

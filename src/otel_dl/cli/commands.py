@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -54,6 +55,8 @@ def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, ar
     COMMAND is what starts the training now: `python train.py --lr 0.1`, `torchrun …`, `accelerate launch …`. Nothing
     in the script changes, its output is left alone, and the exit status is COMMAND's.
     """
+    if jaeger is not None:
+        os.environ["OTEL_DL_JAEGER_URL"] = jaeger  # for the job: it prints the link to its run
     if to == "otlp":
         if out is not None:
             raise click.UsageError("--out names a folder for files; with --to otlp none are written.")
@@ -114,7 +117,12 @@ def _advice(directory: Path) -> str:
     below = max(directory.glob("*/*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
     if below is not None:
         return f"The newest in its folders: otel-dl report {below.parent}"
-    return "A job writes them once it has trained a step with PyTorch; if it has, see what it said on stderr."
+    off = [name for name in ("OTEL_DL_ENABLED", "OTEL_SDK_DISABLED", "OTEL_TRACES_SAMPLER") if os.environ.get(name)]
+    switched = f" {', '.join(f'{name}={os.environ[name]}' for name in off)} may have switched it off." if off else ""
+    return (
+        "A job writes them once it has trained a step with PyTorch; if it has, see what it said on stderr, and whether"
+        f" it sets up a TracerProvider of its own.{switched}"
+    )
 
 
 def _say(message: str) -> None:

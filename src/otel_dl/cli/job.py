@@ -49,7 +49,7 @@ def environment_without_traces() -> dict[str, str]:
 def _environment(**more: str) -> dict[str, str]:
     # An empty entry of PYTHONPATH would mean the current folder, so there is none where PYTHONPATH was unset.
     path = [str(BOOTSTRAP), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OTEL_DL_ZERO_CODE": "1", **more}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 
 
 def run(

@@ -16,12 +16,11 @@ from typing import Any, Final
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from otel_dl.export.queue_sink import BATCH, DELAY, QueueSink, logger
+from otel_dl.export.queue_sink import BATCH, DELAY, LOADING_S, QueueSink, logger
 
 _abandoned: list[object] = []
 """Exporters of a parent process: their destructors would speak on its connections."""
 
-LOADING_S: Final = 10.0
 _loading = threading.RLock()
 """Held while an exporter is imported. A fork waits for it, LOADING_S at most: the child would inherit the locks of half
 imported modules from a thread that it does not have, and wait for ever where it imports one of them."""

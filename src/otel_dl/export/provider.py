@@ -35,6 +35,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from otel_dl.export import sampling
 from otel_dl.export.components import component, names
 from otel_dl.export.exporter_sink import ExporterSink
+from otel_dl.export.file import FileSpanExporter
 from otel_dl.export.provider_sink import ProviderSink
 from otel_dl.export.queue_sink import BATCH, DELAY
 from otel_dl.export.sink import NoSink, Sink, Sinks
@@ -78,6 +79,8 @@ class _Ours(NamedTuple):
 _ours: _Ours | None = None
 _current_run: CurrentRun = lambda: None  # noqa: E731
 
+FILES: Final = "otel_dl_file"
+"""The exporter of ours, by its entry point."""
 NOWHERE: Final = "nowhere"
 
 
@@ -217,9 +220,15 @@ def remote_parent() -> SpanContext | None:
 def _exporting(settings: Settings) -> Sink:
     batch = _positive(OTEL_BSP_MAX_EXPORT_BATCH_SIZE, BATCH)
     delay = _positive(OTEL_BSP_SCHEDULE_DELAY, round(DELAY * 1000)) / 1000
+    factories = exporters()
+    if FILES in factories:
+        # Its settings may be keywords of `instrument()`, which the entry point knows nothing of.
+        factories[FILES] = lambda: FileSpanExporter(
+            settings.directory, max_bytes=settings.file_max_bytes, max_files=settings.file_max_files
+        )
     sinks = [
         ExporterSink(factory, settings.queue_spans, name, batch=batch, delay=delay)
-        for name, factory in exporters().items()
+        for name, factory in factories.items()
     ]
     if not sinks:
         return NoSink()
@@ -259,7 +268,7 @@ def _named(settings: Settings) -> str:
     """Where what OTEL_TRACES_EXPORTER names sends to."""
     places: list[str] = []
     for name in exporters(warn=False):
-        if name == "otel_dl_file":
+        if name == FILES:
             places.append(settings.directory)
         elif name.startswith("otlp"):
             http = name == "otlp_proto_http" or (name == "otlp" and _otlp(warn=False) == "otlp_proto_http")

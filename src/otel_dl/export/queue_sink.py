@@ -27,6 +27,8 @@ logger = logging.getLogger("otel_dl")
 
 BATCH: Final = 512
 """Spans of one export at most, unless OTEL_BSP_MAX_EXPORT_BATCH_SIZE says otherwise."""
+LOADING_S: Final = 10.0
+"""How long an exporter may take to be imported and made before nobody waits for it any longer."""
 DELAY: Final = 1.0
 """Seconds that a first span waits for others, unless OTEL_BSP_SCHEDULE_DELAY says otherwise."""
 
@@ -72,6 +74,7 @@ class QueueSink(ABC):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._bell: SimpleQueue[None] = SimpleQueue()
+        self._opened = threading.Event()
         self._fresh: deque[ReadableSpan] = deque()
         self._failed: deque[_Batch] = deque()
         self._sending: _Batch | None = None
@@ -134,6 +137,9 @@ class QueueSink(ABC):
         with self._lock:
             if self._thread is None and not self._ended:
                 self._start()
+            started = self._thread is not None
+        if started:
+            self._opened.wait(LOADING_S)
 
     def offer(self, spans: Sequence[ReadableSpan]) -> None:
         if not spans:
@@ -287,6 +293,8 @@ class QueueSink(ABC):
             )
             self._drop_all("export_failed", for_good=True)
             return
+        finally:
+            self._opened.set()
         while not self._ended:
             if not (self._fresh or self._failed):
                 self._finish_flush()

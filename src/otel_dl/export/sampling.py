@@ -44,10 +44,18 @@ class SamplerHead:
     def __init__(self, sampler: Sampler, trace_id_of: Callable[[int], int], remote: SpanContext | None = None) -> None:
         self.sampler = sampler
         self._trace_id_of = trace_id_of
-        context = Context()
-        self._parent = context if remote is None else trace.set_span_in_context(NonRecordingSpan(remote), context)
+        self._remote = remote
+        self._parent = _parent(remote)
         self._warned = False
         self._repeatable = _is_repeatable(sampler)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # It goes along to workers, which have no steps. A Context can be pickled, but not be read again.
+        return {**vars(self), "_trace_id_of": None, "_parent": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._parent = _parent(self._remote)
 
     def step(self, number: int) -> bool:
         return self.other(self._trace_id_of(number), SpanName.STEP)
@@ -75,6 +83,11 @@ class SamplerHead:
                     exc_info=error,
                 )
             return False
+
+
+def _parent(remote: SpanContext | None) -> Context:
+    context = Context()
+    return context if remote is None else trace.set_span_in_context(NonRecordingSpan(remote), context)
 
 
 def _is_repeatable(sampler: Sampler) -> bool:

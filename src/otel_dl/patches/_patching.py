@@ -138,6 +138,3 @@ def _is_in_c(handler: Any) -> bool:
 
 def _handler_codes() -> set[CodeType]:
     return {code for code in map(_code, _handlers()) if code is not None}
-
-
-Install = Callable[..., None]

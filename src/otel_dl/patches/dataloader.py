@@ -1,8 +1,8 @@
 """DataLoader: the wait of the main process in `next()`, the reading of each batch, and where both belong.
 
-The wait is `_BaseDataLoaderIter.__next__`. A batch that the main process reads itself is `_next_data` of the iterator
-without workers. One that a worker reads is told by (nonce of the iterator, round, index): the worker's loop reports it
-under that name (`otel_dl.workers`), and the iterator knows the index of what it returns. Nothing is read from the
+The wait is `_BaseDataLoaderIter.__next__`. A batch that the main process reads itself is read within it: wait and fetch
+are one. One that a worker reads is told by (nonce of the iterator, round, index): the worker's loop reports it under
+that name (`otel_dl.workers`), and the iterator knows the index of what it returns. Nothing is read from the
 workers here, and what a loader yields is untouched. Read in torch 2.15, torch/utils/data/dataloader.py.
 """
 
@@ -20,6 +20,7 @@ from otel_dl.patches._patching import Patches
 from otel_dl.recording.lane import NEXT
 from otel_dl.workers.carrier import Carrier
 from otel_dl.workers.entry import Starting, WorkerLoop
+from otel_dl.workers.loop import start_method
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -170,8 +171,6 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
 
 def know_workers(iterator: Any) -> None:
     """Who reads for `iterator`, once its workers run."""
-    from otel_dl.workers.loop import start_method
-
     info: Info | None = getattr(iterator, _INFO, None)
     workers = getattr(iterator, "_workers", None)
     if info is not None and workers:
@@ -185,8 +184,10 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
     original_next = _method(base, "__next__")
 
     def batch(iterator: Any, info: Info | None) -> tuple[Any, ...] | None:
-        if info is None or not info.alone:
-            return info.batch if info is not None else None
+        if info is None:
+            return None
+        if not info.alone:
+            return info.batch
         # `dataloader.fetch` is what the iterator without workers does in `next()`: the wait and it are one.
         info.fetched += 1
         return info.loader, info.epoch, info.fetched - 1, "", 0, None, 0, ""

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from otel_dl.recording.records import Evaluation, Step
 from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
@@ -93,7 +93,7 @@ class Builder:
                 self._begin_run()
             closed = self._run.closed
             while closed:
-                self._sink.offer(self._build(closed.popleft()))
+                self._build_next()
                 if time.perf_counter() > until:
                     return bool(closed)
             self._leftovers()
@@ -111,6 +111,13 @@ class Builder:
                 dropped,
                 WAITING_STEPS,
             )
+
+    def _build_next(self) -> None:
+        trace = self._run.closed.popleft()
+        try:
+            self._sink.offer(self._build(trace))
+        except Exception as error:
+            self._fault(error)
 
     def _build(self, trace: Step | Evaluation) -> list[ReadableSpan]:
         if isinstance(trace, Evaluation):
@@ -136,6 +143,7 @@ class Builder:
         self._urgent = True
         self._wake.set()
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._urgent = False
             return False
         try:
             if final:
@@ -147,7 +155,7 @@ class Builder:
             while closed:
                 if time.monotonic() > deadline:
                     return False
-                self._sink.offer(self._build(closed.popleft()))
+                self._build_next()
             self._leftovers()
             return True
         except Exception as error:
@@ -163,21 +171,3 @@ class Builder:
             self._faulty = True
             logger.warning("otel-dl: a fault of ours while building spans; that step is lost. Please report it.",
                            exc_info=error)  # fmt: skip
-
-
-class NoBatches:
-    """Where no worker reports."""
-
-    dropped: Any = ()
-
-    def drain(self, final: bool = False) -> None:
-        return None
-
-    def take(self, key: tuple[str, int, int]) -> Fetch | None:
-        return None
-
-    def expired(self) -> list[Fetch]:
-        return []
-
-    def outside(self) -> list[ReadableSpan]:
-        return []

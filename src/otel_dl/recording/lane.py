@@ -44,6 +44,14 @@ def error_name(error: BaseException) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether what left a phase failed: neither does `sys.exit(0)`, nor checkpointing, which stops its recomputation
+    early by raising (torch/utils/checkpoint.py)."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return type(error).__name__ != "_StopRecomputationError"
+
+
 class Segment(Enum):
     """What followed a batch, until the next one: nothing yet (it joins the next), evaluation alone, or training."""
 
@@ -53,7 +61,7 @@ class Segment(Enum):
 
 
 class Lane:
-    """One thread's recorder. `begin_*` returns the start, or 0 where the event is not recorded: then it has no end."""
+    """One thread's recorder. What begins a phase returns its start, or 0 where it is not recorded, and has no end."""
 
     __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "_thread", "former", "kinds", "run", "step")
 
@@ -69,6 +77,8 @@ class Lane:
         """Whether `otel_dl.step()` was used in this thread: from then on it alone bounds steps."""
         self._thread = threading.current_thread()
         self._main = self._thread is threading.main_thread()
+        if self._main:
+            run.main = self
 
     # Phases.
 
@@ -121,8 +131,7 @@ class Lane:
         """It ends by an exception, which marks the step where it leaves the outermost phase."""
         end = clock()
         self.kinds &= ~kind
-        # Checkpointing stops its recomputation early by raising (torch/utils/checkpoint.py): no failure.
-        name = error_name(error) if type(error).__name__ != "_StopRecomputationError" else None
+        name = error_name(error) if is_failure(error) else None
         step = self.step
         if name is not None and not self.kinds and step is not None and step.error is None:
             step.error = name
@@ -426,15 +435,10 @@ class Lane:
             return
         if record[0] != EVAL_FORWARD:
             return
+        self._evaluated([record])
         evaluation = self._evaluation
-        if evaluation is None:
-            self._evaluation = evaluation = self.run.evaluation()
-        if record[3] is not None and evaluation.error is None:
+        if record[3] is not None and evaluation is not None and evaluation.error is None:
             evaluation.error = record[3]
-        if len(evaluation.records) < self._capacity:
-            evaluation.records.append(record)
-        else:
-            evaluation.dropped += 1
 
     # Steps.
 
@@ -459,7 +463,7 @@ class Lane:
         step = self.step
         if step is not None and self.bounds:
             self._settle_segment(step)
-            if error is not None and step.error is None:
+            if error is not None and step.error is None and is_failure(error):
                 step.error = error_name(error)
             self._drop_beginning(step)
             trained = step.done or step.segment > 0
@@ -512,7 +516,7 @@ class Lane:
     def exit_step(self, step: Step, error: BaseException | None) -> None:
         if self.step is not step:
             return
-        if error is not None and step.error is None:
+        if error is not None and step.error is None and is_failure(error):
             step.error = error_name(error)
         self._close_step(step, clock())
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
@@ -18,12 +17,10 @@ from opentelemetry.trace import SpanContext
 from otel_dl.recording import context, ids
 from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep
+from otel_dl.recording.lane import Lane
 from otel_dl.recording.records import Evaluation, Step
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
-
-if TYPE_CHECKING:
-    from otel_dl.recording.lane import Lane
 
 WAITING_STEPS: Final = 2_048
 """Closed steps that wait for the builder at most."""
@@ -38,8 +35,6 @@ class Run:
     """State of one run in one process. Numbers are taken under the GIL by the one thread that bounds steps."""
 
     def __init__(self, settings: Settings, head: Head, remote: SpanContext | None = None) -> None:
-        from otel_dl.recording.lane import Lane
-
         self.settings = settings
         self.remote = remote
         """The sender of TRACEPARENT, whose trace the run's own spans join."""
@@ -57,7 +52,6 @@ class Run:
 
     def _begin(self, head: Head) -> None:
         self.identity = Identity.read()
-        self.began = time.time_ns()
         self.keep = Keep(head)
         self.slow = self.keep.slow
         self.stepper: Lane | None = None
@@ -82,6 +76,8 @@ class Run:
         self.closed: deque[Step | Evaluation] = deque()
         self.dropped: Counter[str] = Counter()
         """Records and steps that were dropped, by reason."""
+        self.main: Lane | None = None
+        """The main thread's, once there is one."""
         self.local: Any = self._local_type(self)
         """`local.lane`: the calling thread's recorder."""
 
@@ -92,7 +88,7 @@ class Run:
     def start(self) -> None:
         """The first step, or the first loader with workers, begins: from now on there is something to export.
 
-        `on_start` connects with the SDK; it may replace `head` and `foreign_provider`.
+        `on_start` connects with the SDK: it sets `keep.head`, `foreign_provider`, `remote` and `identity`.
         """
         if not self.started and self.active:
             self.started = True
@@ -218,7 +214,8 @@ class Run:
 
     def finish(self, error: BaseException | None = None) -> None:
         """Closes what is open: the run ends, by `error` where one ends the process."""
-        lane: Lane = self.stepper or self.local.lane
+        # The end of the process may run in a thread of its own.
+        lane: Lane = self.stepper or self.main or self.local.lane
         lane.finish(error)
         former, self._handed_out = self._handed_out, None
         if former is not None:

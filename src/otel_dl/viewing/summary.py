@@ -30,7 +30,14 @@ OTHER = "other"
 SLOWEST = 5
 """Slowest steps listed."""
 
-_REASONS = (KeepReason.ERROR, KeepReason.REQUESTED, KeepReason.SLOW, "peer", KeepReason.WARMUP, KeepReason.HEAD)
+_REASONS = (
+    KeepReason.ERROR,
+    KeepReason.REQUESTED,
+    KeepReason.SLOW,
+    KeepReason.PEER,
+    KeepReason.WARMUP,
+    KeepReason.HEAD,
+)
 
 
 class Step(NamedTuple):

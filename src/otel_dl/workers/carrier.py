@@ -5,7 +5,7 @@ The carrier is pickled as part of the process's target, so it arrives whatever t
 
 from __future__ import annotations
 
-import copy
+import logging
 import os
 import pickle
 from collections.abc import Mapping, MutableMapping
@@ -15,6 +15,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from otel_dl.recording.identity import Identity
+from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
     from otel_dl.recording.keep import Head
@@ -42,6 +43,9 @@ def put_back(environ: MutableMapping[str, str], former: Mapping[str, str]) -> li
     for name in missing:
         environ[name] = former[name]
     return missing
+
+
+logger = logging.getLogger("otel_dl")
 
 
 class Carrier(NamedTuple):
@@ -74,7 +78,7 @@ class Carrier(NamedTuple):
         if run.remote is not None:
             sampled = run.remote.trace_flags.sampled and not head.off
         else:
-            sampled = head.other(trace_id, "train.startup")
+            sampled = head.other(trace_id, SpanName.STARTUP)
         environment = entries(os.environ)
         environment[TRACEPARENT] = f"00-{trace_id:032x}-{span_id:016x}-{int(sampled):02x}"
         provider = _sdk_provider()
@@ -97,21 +101,26 @@ class Carrier(NamedTuple):
 
     def packed(self) -> Carrier:
         """Fit for pickling: a sampler of the user's that cannot be pickled samples no batch in the worker."""
-        head: Any = copy.copy(self.head)
-        if hasattr(head, "trace_id_of"):
-            head.trace_id_of = None  # of steps, which a worker has none of
         try:
-            return self._replace(head=pickle.dumps(head))
-        except Exception:
-            return self._replace(head=None)
+            return self._replace(head=pickle.dumps(self.head))
+        except Exception as error:
+            return self._without_sampler(error)
 
     def unpacked(self) -> Carrier:
         if not isinstance(self.head, bytes):
             return self
         try:
             return self._replace(head=pickle.loads(self.head))
-        except Exception:
-            return self._replace(head=None)
+        except Exception as error:
+            return self._without_sampler(error)
+
+    def _without_sampler(self, error: Exception) -> Carrier:
+        logger.warning(
+            "otel-dl: the sampler cannot go along to DataLoader workers (%s: %s): their batches are not sampled there.",
+            type(error).__name__,
+            error,
+        )
+        return self._replace(head=None)
 
 
 def _sdk_provider() -> TracerProvider | None:

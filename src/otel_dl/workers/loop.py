@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
@@ -211,8 +210,10 @@ def _restoring(init: Callable[[int], Any]) -> Callable[[int], Any]:
         try:
             return init(number)
         finally:
-            with contextlib.suppress(Exception):
+            try:
                 carriers.put_back(os.environ, former)
+            except Exception as error:
+                _fault(error)
 
     return initialise
 
@@ -239,12 +240,20 @@ def start_method(of: Any = None) -> str:
     return getattr(started, "_start_method", None) or multiprocessing.get_start_method()
 
 
+_faulty = False
+
+
 def _fault(error: Exception) -> None:
     from otel_dl.patches._patching import is_ours
 
     if not is_ours(error):
         raise error
-    logger.debug("otel-dl: a fault of ours in a DataLoader worker", exc_info=error)
+    global _faulty
+    if not _faulty:
+        _faulty = True
+        logger.warning(
+            "otel-dl: a fault of ours in a DataLoader worker, which goes on; batches may be missing.", exc_info=error
+        )
 
 
 def _name(kind: type[BaseException]) -> str:
