@@ -38,14 +38,16 @@ def names() -> str:
         "",
         "*first* stands for the first span of each rank in a trace. *Always* means on every such span.",
         "",
-        "| attribute | type | on | always |",
-        "|---|---|---|---|",
+        "| attribute | type | on | always | meaning |",
+        "|---|---|---|---|---|",
     ]
     for attribute in semconv.ATTRIBUTES:
         kind = attribute.kind if isinstance(attribute.kind, str) else attribute.kind.__name__
         on = ", ".join("*first*" if name == "first" else f"`{name}`" for name in sorted(attribute.on))
-        rows.append(f"| `{attribute.name}` | {kind} | {on} | {'yes' if attribute.built else ''} |")
-    rows += ["", "## Resource of every span", ""]
+        rows.append(
+            f"| `{attribute.name}` | {kind} | {on} | {'yes' if attribute.built else ''} | {attribute.meaning} |"
+        )
+    rows += ["", "## Resource of every span that otel-dl builds", ""]
     rows += [f"- `{name}` ({kind.__name__})" for name, kind in semconv.RESOURCE.items()]
     rows += ["- `dl.worker.id` (int), in a DataLoader worker", ""]
     return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""OpenTelemetry tracing for PyTorch training: one trace per step, over all workers, always on.
+"""OpenTelemetry tracing for PyTorch training: one trace a step, its workers linked to it, always on.
 
     import otel_dl
     otel_dl.instrument()

@@ -60,6 +60,7 @@ class Attribute(NamedTuple):
     kind: type | str
     on: frozenset[str]
     built: bool = False
+    meaning: str = ""
 
 
 def _on(*names: str) -> frozenset[str]:
@@ -69,28 +70,57 @@ def _on(*names: str) -> frozenset[str]:
 _NEXT_FETCH = _on(SpanName.NEXT, SpanName.FETCH)
 
 ATTRIBUTES: Final[tuple[Attribute, ...]] = (
-    Attribute("dl.run.id", str, _on(_ANY_FIRST), built=True),
-    Attribute("dl.run.attempt", int, _on(_ANY_FIRST), built=True),
-    Attribute("dl.rank", int, _on(_ANY_FIRST), built=True),
-    Attribute("dl.local_rank", int, _on(_ANY_FIRST), built=True),
-    Attribute("dl.world_size", int, _on(_ANY_FIRST), built=True),
-    Attribute("dl.trace.kind", str, _on(_ANY_FIRST), built=True),
-    Attribute("dl.keep", bool, _on(_ANY_FIRST), built=True),
-    Attribute("dl.keep.reason", str, _on(_ANY_FIRST), built=True),
-    Attribute("otel_dl.dropped", int, _on(_ANY_FIRST), built=True),
-    Attribute("dl.step", int, _on(SpanName.STEP), built=True),
-    Attribute("dl.epoch", int, _on(SpanName.STEP)),
-    Attribute("dl.global_step", int, _on(SpanName.STEP)),
-    Attribute("dl.user_spans", str, _on(SpanName.STEP)),
-    Attribute("is_warmup", bool, PHASES | {SpanName.STEP}, built=True),
-    Attribute("dl.loader.id", int, _NEXT_FETCH),
-    Attribute("dl.batch.index", int, _NEXT_FETCH),
-    Attribute("dl.worker.id", int, _NEXT_FETCH),
-    Attribute("dl.worker.pid", int, _NEXT_FETCH),
-    Attribute("dl.worker.start_method", str, _NEXT_FETCH),
-    Attribute("dl.fetch.duration_ms", float, _on(SpanName.NEXT)),
-    Attribute("dl.fetch.ready_ms", float, _on(SpanName.NEXT)),
-    Attribute("error.type", str, PHASES | FIRST_SPANS | {SpanName.FETCH}),
+    Attribute("dl.run.id", str, _on(_ANY_FIRST), built=True, meaning="one id for all processes of a run"),
+    Attribute("dl.run.attempt", int, _on(_ANY_FIRST), built=True, meaning="restarts of an elastic job"),
+    Attribute("dl.rank", int, _on(_ANY_FIRST), built=True, meaning="torch.distributed's; 0 outside it"),
+    Attribute("dl.local_rank", int, _on(_ANY_FIRST), built=True, meaning="torch.distributed's; 0 outside it"),
+    Attribute("dl.world_size", int, _on(_ANY_FIRST), built=True, meaning="torch.distributed's; 1 outside it"),
+    Attribute("dl.trace.kind", str, _on(_ANY_FIRST), built=True, meaning="`step`, `run`, `batch`, `eval`"),
+    Attribute(
+        "dl.keep",
+        bool,
+        _on(_ANY_FIRST),
+        built=True,
+        meaning="kept for a reason other than `head`: for a collector's tail sampling to keep",
+    ),
+    Attribute(
+        "dl.keep.reason",
+        str,
+        _on(_ANY_FIRST),
+        built=True,
+        meaning="`head` (the sampler), `error`, `requested`, `slow`, `warmup`",
+    ),
+    Attribute(
+        "otel_dl.dropped",
+        int,
+        _on(_ANY_FIRST),
+        built=True,
+        meaning="records of this trace that were dropped for lack of room",
+    ),
+    Attribute("dl.step", int, _on(SpanName.STEP), built=True, meaning="count of steps in this run, from 0"),
+    Attribute("dl.epoch", int, _on(SpanName.STEP), meaning="epoch of the loader object that the first batch came from"),
+    Attribute(
+        "dl.global_step", int, _on(SpanName.STEP), meaning="the user's own number, from `otel_dl.step(global_step=…)`"
+    ),
+    Attribute(
+        "dl.user_spans",
+        str,
+        _on(SpanName.STEP),
+        meaning="`not_recorded`: the user's own spans of a step kept late could not be had",
+    ),
+    Attribute(
+        "is_warmup", bool, PHASES | {SpanName.STEP}, built=True, meaning="one-time work (lazy start-up) ran inside"
+    ),
+    Attribute("dl.loader.id", int, _NEXT_FETCH, meaning="loaders counted in the process"),
+    Attribute("dl.batch.index", int, _NEXT_FETCH, meaning="the loader's own batch number in this epoch"),
+    Attribute("dl.worker.id", int, _NEXT_FETCH, meaning="which worker read the batch"),
+    Attribute("dl.worker.pid", int, _NEXT_FETCH, meaning="its process"),
+    Attribute("dl.worker.start_method", str, _NEXT_FETCH, meaning="`fork`, `spawn`, `forkserver`"),
+    Attribute("dl.fetch.duration_ms", float, _on(SpanName.NEXT), meaning="how long the batch took to read"),
+    Attribute(
+        "dl.fetch.ready_ms", float, _on(SpanName.NEXT), meaning="how long it had lain ready; 0 when it was waited for"
+    ),
+    Attribute("error.type", str, PHASES | FIRST_SPANS | {SpanName.FETCH}, meaning="the exception's qualified name"),
 )
 """The attributes that this version may set; a span never carries another."""
 

@@ -27,7 +27,7 @@ _jaeger_option = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="otel-dl", message="otel-dl %(version)s")
 def command() -> None:
-    """OpenTelemetry tracing of PyTorch training: one trace per step, over all workers and ranks."""
+    """OpenTelemetry tracing of PyTorch training: one trace a step, its workers linked to it."""
 
 
 @command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
