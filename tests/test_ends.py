@@ -73,7 +73,7 @@ ENDS = {
 }
 MODES = ("fine", "refused", "silent", "unavailable")
 EXIT_DELAY, TERM_DELAY = 5.0, 0.5
-MARGIN = 2.5
+MARGIN = 4.0
 """Seconds beyond a bound: the machine is shared, and several jobs end at once."""
 
 
@@ -86,8 +86,8 @@ def job(training: str, end: End, env: dict[str, str], command: tuple[str, ...] =
 
 
 def together(jobs: list[Callable[[], Result]]) -> list[Result]:
-    """Three at a time: most of their time is spent waiting."""
-    with ThreadPoolExecutor(3) as pool:
+    """Two at a time: most of their time is spent waiting."""
+    with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda each: each(), jobs))
 
 
@@ -204,5 +204,5 @@ def test_sigterm_in_a_gloo_collective() -> None:
         spans = receiver.spans()
     print(f"\nSIGTERM in all_reduce: {result.code} after {result.ending:.2f} s, {len(steps(spans))} steps arrived")
     assert result.code == -signal.SIGTERM, result
-    assert result.ending < 1 + MARGIN
+    assert result.ending < 3
     assert len(steps(spans)) == STEPS + 1
