@@ -28,11 +28,17 @@ def instrument(**settings: Any) -> None:
     or after torch is imported and loaders, models and optimizers exist; a second call changes nothing. Never raises
     over a wrong setting. The run lasts until `uninstrument()` or the end of the process.
     """
-    from otel_dl.instrumentor import TorchInstrumentor
+    from otel_dl.log import logger
 
-    instrumentor = TorchInstrumentor()
-    if not instrumentor.is_instrumented_by_opentelemetry:
-        instrumentor.instrument(set_up_sdk="now", **settings)
+    try:
+        from otel_dl.instrumentor import TorchInstrumentor
+
+        instrumentor = TorchInstrumentor()
+        if not instrumentor.is_instrumented_by_opentelemetry:
+            instrumentor.instrument(set_up_sdk="now", **settings)
+    except Exception:
+        # OpenTelemetry itself refuses some values of OTEL_* when it is imported.
+        logger.warning("otel-dl: tracing could not be switched on; training goes on without.", exc_info=True)
 
 
 def uninstrument() -> None:

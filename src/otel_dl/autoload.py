@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
+
+from otel_dl.log import logger
 
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch._inductor.compile_worker")
 
@@ -36,4 +37,4 @@ def _torch_imported(torch: object) -> None:
             instrumentor.instrument(set_up_sdk="late")
     except Exception:
         # It would leave the user's `import torch`.
-        logging.getLogger("otel_dl").warning("otel-dl: this process is not traced.", exc_info=True)
+        logger.warning("otel-dl: this process is not traced.", exc_info=True)

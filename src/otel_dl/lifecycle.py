@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import logging
+import fcntl
 import multiprocessing.process
 import os
 import signal
@@ -27,9 +27,9 @@ from multiprocessing import util as multiprocessing_util
 from typing import Final
 from weakref import WeakSet
 
+from otel_dl import threads
+from otel_dl.log import logger
 from otel_dl.settings import Settings
-
-logger = logging.getLogger("otel_dl")
 
 _MARGIN: Final = 0.1
 """Seconds that an end which ignores its own delay gets beyond it."""
@@ -94,9 +94,9 @@ class Ending:
             )
         try:
             self._watch_sigterm()
-        except ValueError:
-            # Python: "signal only works in main thread of the main interpreter".
-            logger.debug("otel-dl: the first step began outside the main thread; SIGTERM ends the process unflushed.")
+        except (ValueError, OSError, RuntimeError) as error:
+            # Python: "signal only works in main thread of the main interpreter"; no descriptor or no thread to be had.
+            logger.debug("otel-dl: SIGTERM ends the process unflushed: %s.", error)
 
     def uninstall(self) -> None:
         """Puts back exactly what was there, except what somebody changed since."""
@@ -105,9 +105,9 @@ class Ending:
         atexit.unregister(self._at_exit)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        self._restore_signals()
+        restored = self._restore_signals()
         watcher, pipe = self._watcher, self._pipe
-        if pipe is not None and watcher is not None and watcher is not threading.current_thread():
+        if restored and pipe is not None and watcher is not None and watcher is not threading.current_thread():
             _write(pipe[1], _QUIT)
             watcher.join(1.0)
             if not watcher.is_alive():
@@ -169,7 +169,7 @@ class Ending:
         if action == signal.SIG_DFL and os.getpid() == 1:
             # The kernel spares the first process of a container: without us nothing would happen either.
             return
-        self._pipe = reading, writing = os.pipe()
+        self._pipe = reading, writing = _high(os.pipe())
         os.set_blocking(writing, False)
         try:
             if action == signal.SIG_DFL:
@@ -185,12 +185,12 @@ class Ending:
             # Somebody else's (asyncio). Without it our handler waits for the interpreter, as any Python handler does.
             signal.set_wakeup_fd(taken)
             self._wakeup = False
-        self._watcher = threading.Thread(target=self._watch, args=(reading,), name="otel-dl-sigterm", daemon=True)
-        self._watcher.start()
+        self._watcher = threads.start("otel-dl-sigterm", self._watch, reading)
 
-    def _restore_signals(self) -> None:
+    def _restore_signals(self) -> bool:
+        """Whether nothing of ours is left; else the pipe has to stay, since the wakeup descriptor still is its end."""
         if self._pipe is None:
-            return
+            return True
         try:
             if self._previous is not None and signal.getsignal(signal.SIGTERM) is self._handler:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -201,6 +201,8 @@ class Ending:
         except ValueError:
             # Not in the main thread. Our handler stays and is the default action from now on.
             logger.debug("otel-dl: uninstalled outside the main thread; SIGTERM's handler stays, and does as before.")
+            return False
+        return True
 
     def _watch(self, reading: int) -> None:
         while True:
@@ -227,18 +229,18 @@ class Ending:
         delay = self._settings.term_delay
         if self._began_to_end.acquire(blocking=False):
             # In a thread of its own: the main thread may hold a lock that the end needs, and is stopped in our handler.
-            ender = threading.Thread(target=self._call_end, args=(delay, None), name="otel-dl-end", daemon=True)
-            try:
-                ender.start()
-                ender.join(delay + _MARGIN)
-            except RuntimeError:
-                pass  # the interpreter is ending, or there may be no more threads
+            # RuntimeError: the interpreter is ending, or there may be no more threads.
+            with contextlib.suppress(RuntimeError):
+                threads.start("otel-dl-end", self._call_end, delay, None).join(delay + _MARGIN)
         else:
             self._ended.wait(delay)
         _default_sigterm()
 
     def _handle(self, signum: int, frame: object) -> None:
-        """Called by Python, or by a handler of the user's that chains to what was there before: the default action."""
+        """Called by Python: the default action. Or by a handler of the user's that found ours in the place of the
+        default action, which cannot be called: that one decides the end, and our thread has flushed."""
+        if signal.getsignal(signal.SIGTERM) is not self._handler:
+            return
         pipe = self._pipe
         if pipe is not None and self._watcher is not None:
             self._dying = True
@@ -250,6 +252,21 @@ class Ending:
         end = time.monotonic() + self._settings.term_delay + 2 * _MARGIN
         while time.monotonic() < end:
             time.sleep(_MARGIN)
+
+
+def _high(pipe: tuple[int, int]) -> tuple[int, int]:
+    """The same pipe under numbers that a script does not come by: one that closes what it does not know and opens files
+    of its own would else find signal numbers in them."""
+    try:
+        high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _HIGH) for end in pipe)
+    except OSError:  # the process may have few descriptors
+        return pipe
+    for end in pipe:
+        os.close(end)
+    return high[0], high[1]
+
+
+_HIGH = 500
 
 
 def _default_sigterm() -> None:

@@ -6,9 +6,7 @@ connected and no thread exists: helper processes that merely import torch stay a
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import time
 from typing import Any, Literal
 
@@ -17,6 +15,7 @@ import wrapt
 from otel_dl import startup
 from otel_dl.export.provider import Connection, connect
 from otel_dl.lifecycle import Ending
+from otel_dl.log import logger, say
 from otel_dl.patches import compilation, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
@@ -32,7 +31,6 @@ from otel_dl.workers.relay import Relay
 SetUp = Literal["now", "late", "never"]
 """Whether otel-dl sets up the SDK where nobody has: at once, when the first step begins, or not at all."""
 
-logger = logging.getLogger("otel_dl")
 
 _current: Session | None = None
 
@@ -48,8 +46,15 @@ def begin(*, set_up_sdk: SetUp, **keywords: Any) -> None:
     settings = Settings.read(**keywords)
     if not settings.enabled or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return
-    _current = Session(settings, keywords, set_up_sdk)
-    _current.install()
+    try:
+        _current = Session(settings, keywords, set_up_sdk)
+        _current.install()
+    except Exception:
+        # Most likely a value of OTEL_* that the SDK refuses.
+        session, _current = _current, None
+        if session is not None:
+            session.abandon()
+        logger.warning("otel-dl: tracing could not be switched on; training goes on without.", exc_info=True)
 
 
 def end() -> None:
@@ -84,6 +89,7 @@ class Session:
         """Nothing is patched for them; their faults are told in the same way."""
         self._ending = Ending(self._end, settings, self.flush)
         self._error: BaseException | None = None
+        self._installed = False
         self.run.on_start = self._start
 
     # Patches.
@@ -142,10 +148,14 @@ class Session:
         self.run.identity = self.run.identity.by_now()
         if self.run.keep.head.off:
             return
-        self._ending.install()
+        if not self._installed:
+            self._ending.install()
+            self._installed = True
         connection.sink.open()
-        self._builder = Builder(self.run, connection.sink, self.relay, connection.resource)
-        self._builder.start(self._startup)
+        if self._builder is None:
+            builder = Builder(self.run, connection.sink, self.relay, connection.resource)
+            builder.start(self._startup)
+            self._builder = builder
         if self.run.identity.rank == 0:
             self._start_line(connection)
 
@@ -153,11 +163,9 @@ class Session:
         where = connection.where
         if self.settings.jaeger_url:
             where += f", {self.settings.jaeger_url.rstrip('/')}/trace/{self.run.run_ids()[0]:032x}"
-        print(
+        say(
             f"otel-dl {__version__}: run {self.run.identity.run}, traces to {where};"
-            " OTEL_DL_ENABLED=false switches it off",
-            file=sys.stderr,
-            flush=True,
+            " OTEL_DL_ENABLED=false switches it off"
         )
 
     def _startup(self, spans: SpanBuilder) -> list[Any]:
@@ -186,6 +194,13 @@ class Session:
         if lost:
             logger.warning("otel-dl: dropped in this run: %s.", ", ".join(f"{n} ({what})" for what, n in lost.items()))
 
+    def abandon(self) -> None:
+        """It could not be installed: no patch stays."""
+        self.run.active = False
+        for patches in reversed(self._patches):
+            patches.restore()
+        startup.import_torch.uninstall()
+
     def uninstall(self) -> None:
         deadline = time.monotonic() + self.settings.exit_delay
         for patches in reversed(self._patches):
@@ -205,5 +220,6 @@ class Session:
         self.run.restart()
         self.relay.after_fork()
         self._builder = None
+        self._installed = False
         if self._connection is not None:
             self._connection.sink.after_fork()

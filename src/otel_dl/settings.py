@@ -7,15 +7,13 @@ variable before the default. A wrong value never stops training: it is named, an
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
 from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
-logger = logging.getLogger("otel_dl")
-
+from otel_dl.log import logger
 
 _said: set[tuple[str, object]] = set()
 """Wrong values that were named: once a process, and not again in those that it starts."""

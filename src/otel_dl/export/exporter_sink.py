@@ -26,8 +26,13 @@ _loading = threading.RLock()
 imported modules from a thread that it does not have, and wait for ever where it imports one of them."""
 
 
+_patient = True
+"""Whether forks still wait; no longer, once one has waited in vain."""
+
+
 def _before_fork() -> None:
-    _loading.acquire(timeout=LOADING_S)
+    global _patient
+    _patient = _loading.acquire(timeout=LOADING_S if _patient else 0)
 
 
 def _after_fork_in_parent() -> None:

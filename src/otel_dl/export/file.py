@@ -8,7 +8,6 @@ and a killed process spoils no other's file.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import socket
@@ -23,9 +22,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from otel_dl.export.otlp_json import encode
+from otel_dl.log import logger
 from otel_dl.settings import Settings
-
-logger = logging.getLogger("otel_dl")
 
 _REMEDIES = {
     errno.ENOSPC: "free some space",
@@ -97,13 +95,15 @@ class FileSpanExporter(SpanExporter):
         self._name = (
             f"spans-{re.sub(r'[^A-Za-z0-9_.-]', '_', socket.gethostname())}-{os.getpid()}-{os.urandom(4).hex()}"
         )
+        self._identity = (0, 0)
+        """Device and inode of the file written to."""
         self._opened = 0
         self._reported: set[int | None] = set()
         self._closed = False
 
     def _after_fork(self) -> None:
         """The parent's file stays the parent's: the child closes its copy of the descriptor and begins anew."""
-        if self._descriptor is not None:
+        if self._descriptor is not None and self._still_ours(self._descriptor):
             os.close(self._descriptor)
         closed = self._closed
         self._reset()
@@ -143,7 +143,9 @@ class FileSpanExporter(SpanExporter):
 
     def _write(self, line: bytes) -> None:
         descriptor = self._descriptor
-        if descriptor is not None and os.fstat(descriptor).st_nlink == 0:
+        if descriptor is not None and not self._still_ours(descriptor):
+            self._descriptor = descriptor = None
+        elif descriptor is not None and os.fstat(descriptor).st_nlink == 0:
             self._close()  # somebody removed the file: what is written to it would be lost
             descriptor = None
         if descriptor is not None and self._size + len(line) > self._max_bytes:
@@ -167,11 +169,21 @@ class FileSpanExporter(SpanExporter):
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
         self._opened, self._path, self._size, self._spans = number, path, 0, 0
+        status = os.fstat(self._descriptor)
+        self._identity = status.st_dev, status.st_ino
         return self._descriptor
+
+    def _still_ours(self, descriptor: int) -> bool:
+        """False where a script closed what it did not know, and perhaps has a file of its own under the number now."""
+        try:
+            status = os.fstat(descriptor)
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self._identity
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
+        if descriptor is not None and self._still_ours(descriptor):
             os.close(descriptor)
 
     def _cut_back(self, descriptor: int) -> None:

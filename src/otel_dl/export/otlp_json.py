@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -19,7 +18,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext
 
-logger = logging.getLogger("otel_dl")
+from otel_dl.log import logger
 
 Json = dict[str, Any]
 

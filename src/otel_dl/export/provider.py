@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import logging
 import os
-import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -32,6 +30,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
 from opentelemetry.trace import ProxyTracerProvider, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from otel_dl import threads
 from otel_dl.export import sampling
 from otel_dl.export.components import component, names
 from otel_dl.export.exporter_sink import ExporterSink
@@ -40,6 +39,7 @@ from otel_dl.export.provider_sink import ProviderSink
 from otel_dl.export.queue_sink import BATCH, DELAY
 from otel_dl.export.sink import NoSink, Sink, Sinks
 from otel_dl.export.user_spans import CurrentRun, UserSpanProcessor, UserSpanSampler
+from otel_dl.log import logger
 from otel_dl.recording.ids import SecretsIdGenerator
 from otel_dl.recording.keep import AdaptiveHead, Head, NeverHead
 from otel_dl.settings import Settings
@@ -47,7 +47,6 @@ from otel_dl.settings import Settings
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
-logger = logging.getLogger("otel_dl")
 
 EXPORTERS: Final = "opentelemetry_traces_exporter"
 ID_GENERATORS: Final = "opentelemetry_id_generator"
@@ -115,7 +114,7 @@ def _own(ours: _Ours, settings: Settings, remote: SpanContext | None) -> Connect
     if not isinstance(former, NoSink):
         # An earlier run's, which was flushed when that run ended.
         deadline = monotonic() + settings.exit_delay
-        threading.Thread(target=former.close, args=(deadline,), name="otel-dl-shutdown", daemon=True).start()
+        threads.start("otel-dl-shutdown", former.close, deadline)
     configured = _chosen(ours.provider.sampler)
     head = _head(None if sampling.is_default(configured) and not _sampler_set() else configured, remote)
     return Connection(sink, head, ours.provider.resource, _named(settings), False, remote)

@@ -40,7 +40,11 @@ class ProviderSink(QueueSink):
     def _deliver(self, spans: Sequence[ReadableSpan]) -> bool:
         on_end = self._provider._active_span_processor.on_end
         for span in spans:
-            on_end(span)
+            try:
+                on_end(span)
+            except Exception as error:
+                # Whoever raised may have been the second of several: tried again, the first would have it twice.
+                self._failed_with(f"{type(error).__name__}: {error}")
         return True
 
     def _room(self) -> int:

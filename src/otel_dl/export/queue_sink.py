@@ -7,7 +7,7 @@ hang, or swallow everything; memory stays bounded, `flush` and `close` keep thei
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -23,11 +23,12 @@ from opentelemetry.context import (
 )
 from opentelemetry.sdk.trace import ReadableSpan
 
-logger = logging.getLogger("otel_dl")
+from otel_dl import threads
+from otel_dl.log import logger
 
 BATCH: Final = 512
 """Spans of one export at most, unless OTEL_BSP_MAX_EXPORT_BATCH_SIZE says otherwise."""
-LOADING_S: Final = 10.0
+LOADING_S: Final = 2.0
 """How long an exporter may take to be imported and made before nobody waits for it any longer."""
 DELAY: Final = 1.0
 """Seconds that a first span waits for others, unless OTEL_BSP_SCHEDULE_DELAY says otherwise."""
@@ -200,9 +201,8 @@ class QueueSink(ABC):
             thread.join(_GRACE / 2)
             if thread.is_alive():
                 # It may be inside an export that does not come back; the exporter's own shutdown may hang as well.
-                cut = threading.Thread(target=self._shut_quietly, name="otel-dl-shutdown", daemon=True)
-                cut.start()
-                cut.join(_GRACE / 2)
+                with contextlib.suppress(RuntimeError):
+                    threads.start("otel-dl-shutdown", self._shut_quietly).join(_GRACE / 2)
                 thread.join(_GRACE / 2)
         lost = self._drop_all("exit")
         if lost:
@@ -217,14 +217,10 @@ class QueueSink(ABC):
     # Called under the lock.
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="otel-dl-export", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            # The interpreter is ending (3.12.0 starts no thread then) or the process may have no more threads. The next
-            # span tries again.
-            return
-        self._thread = thread
+        # RuntimeError: the interpreter is ending (3.12.0 starts no thread then), or the process may have no more. The
+        # next span tries again.
+        with contextlib.suppress(RuntimeError):
+            self._thread = threads.start("otel-dl-export", self._run)
 
     def _trim(self) -> bool:
         excess = self.waiting - self._capacity
@@ -284,7 +280,7 @@ class QueueSink(ABC):
         attach(set_value(_SUPPRESS_INSTRUMENTATION_KEY, True))
         try:
             self._open()
-        except Exception as error:
+        except BaseException as error:
             logger.warning(
                 "otel-dl: spans can't be exported to %s: %s: %s. Training goes on without traces.",
                 self._target(),
@@ -314,7 +310,7 @@ class QueueSink(ABC):
     def _attempt(self, batch: _Batch) -> None:
         try:
             taken = self._deliver(batch.spans)
-        except Exception as error:
+        except BaseException as error:  # SystemExit as well: it would end this thread in silence
             self._failed_with(f"{type(error).__name__}: {error}")
             taken = False
         with self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,10 +19,9 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 
 from otel_dl.export.components import component, names
+from otel_dl.log import logger
 from otel_dl.patches._patching import _handler_codes  # pyright: ignore[reportPrivateUsage]
 from otel_dl.semconv import SpanName
-
-logger = logging.getLogger("otel_dl")
 
 GROUP: Final = "opentelemetry_traces_sampler"
 AHEAD: Final = 32

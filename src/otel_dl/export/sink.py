@@ -30,7 +30,7 @@ class Sink(Protocol):
         ...
 
     def open(self) -> None:
-        """Makes the thread and the exporter, and waits for them, 10 s at most; else the first span does it.
+        """Makes the thread and the exporter, and waits for them, 2 s at most; else the first span does it.
 
         For the beginning of the first step. Importing gRPC takes 0.2 s and more under the GIL: later it would be a step
         that stands still, and at the end of the process too late.

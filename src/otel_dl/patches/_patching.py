@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import signal
 import sysconfig
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 import opentelemetry
 
-logger = logging.getLogger("otel_dl")
+from otel_dl.log import logger
 
 _MISSING: Final = object()
 
@@ -39,6 +38,10 @@ class Patches:
         self._faulty = False
         self._saved: list[tuple[Any, str, Any, Any]] = []
         self._cells: list[tuple[CellType, Any, Any]] = []
+
+    def __reduce__(self) -> tuple[type[Patches], tuple[str]]:
+        # See Run.__reduce__: what is patched here is not patched where it is read again.
+        return Patches, (self.target,)
 
     def replace(self, owner: Any, name: str, replacement: Any) -> Any:
         """Sets `owner.name`, a class's or module's own attribute or an inherited one; returns what stood there.

@@ -6,7 +6,6 @@ that is called there for one to compile: ours as well, one by one, and what they
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import wrapt
 
+from otel_dl.log import logger
 from otel_dl.patches._patching import Patches
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
-logger = logging.getLogger("otel_dl")
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _WRAPPERS: Final = __name__.rpartition(".")[0]

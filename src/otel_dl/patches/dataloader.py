@@ -196,7 +196,7 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
     def __next__(self: Any) -> Any:
         try:
             lane = run.local.lane
-            info: Info | None = self._otel_dl
+            info: Info | None = getattr(self, _INFO, None)
             if info is None:
                 opened = lane.begin_next(-1, 0)
             else:
@@ -272,7 +272,7 @@ def _install_returned(patches: Patches, several: Any) -> None:
         if info is not None and info.pids:
             try:
                 index = self._rcvd_idx - ahead if info.in_order else info.last
-                number = worker[0] if told else info.workers.pop(index)
+                number = worker[0] if told else info.workers.pop(index, 0)
                 read_by = number, info.pids[number], info.method
                 info.batch = (info.loader, info.epoch, index, info.nonce, info.round, *read_by)
             except BaseException as error:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import pickle
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from otel_dl.log import logger
 
 if TYPE_CHECKING:
     from otel_dl.patches._patching import Patches
     from otel_dl.recording.run import Run
 
-logger = logging.getLogger("otel_dl")
 
 _MODULE = "torch.multiprocessing.spawn"  # `torch.multiprocessing.spawn` itself is the function
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from otel_dl.patches._patching import Patches
-from otel_dl.recording.context import get_current
+from otel_dl.recording import context
 from otel_dl.recording.lane import (
     BACKWARD,
     EVAL_FORWARD,
@@ -59,7 +59,7 @@ def phase(
             lane = run.local.lane
             step = lane.step
             # What Lane.begin and Lane.end do for the ordinary phase stands here in place: a call less each.
-            ordinary = step is not None and step.settled and not lane.kinds and get_current() is step.context
+            ordinary = step is not None and step.settled and not lane.kinds and context.get_current() is step.context
             if ordinary:
                 lane.kinds = kind
                 start = clock()
@@ -128,7 +128,7 @@ def install_forward(run: Run, patches: Patches) -> None:
                 kind = EVAL_FORWARD
             step = lane.step
             # As in `phase`.
-            ordinary = step is not None and step.settled and not lane.kinds and get_current() is step.context
+            ordinary = step is not None and step.settled and not lane.kinds and context.get_current() is step.context
             if ordinary:
                 lane.kinds = kind
                 start = clock()

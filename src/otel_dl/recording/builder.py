@@ -6,13 +6,14 @@ short turns and rests in proportion, because what it computes, the training thre
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
+from otel_dl import threads
+from otel_dl.log import logger
 from otel_dl.recording.records import Evaluation, Step
 from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from otel_dl.recording.records import Fetch
     from otel_dl.recording.run import Run
 
-logger = logging.getLogger("otel_dl")
 
 POLL_S: Final = 0.2
 TURN_S: Final = 0.002
@@ -68,8 +68,7 @@ class Builder:
     def start(self, startup: Callable[[SpanBuilder], list[ReadableSpan]]) -> None:
         """Starts the thread; `startup` builds the run's first spans, and is called once the first step has ended."""
         self._startup = startup
-        self._thread = threading.Thread(target=self._loop, name="otel-dl-builder", daemon=True)
-        self._thread.start()
+        self._thread = threads.start("otel-dl-builder", self._loop)
 
     def _loop(self) -> None:
         while not self._stopped:

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
 from otel_dl.recording.identity import Identity
-from otel_dl.recording.keep import Head, Keep
+from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.records import Evaluation, Step
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
@@ -61,6 +61,9 @@ class Run:
         self.number = 0
         self.attention = 0
         """The first step to come that `records_only` has to be asked about."""
+        self._decided_for = -1
+        self._head_says = False
+        """The head decision for step `_decided_for`."""
         self.evaluations = 0
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
@@ -81,6 +84,10 @@ class Run:
         self.local: Any = self._local_type(self)
         """`local.lane`: the calling thread's recorder."""
 
+    def __reduce__(self) -> tuple[Callable[[], Run], tuple[()]]:
+        # A class of the user's may be pickled by value (cloudpickle), with a method of it that is patched.
+        return _inert, ()
+
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
         self._begin(self.keep.head)
@@ -91,9 +98,10 @@ class Run:
         `on_start` connects with the SDK: it sets `keep.head`, `foreign_provider`, `remote` and `identity`.
         """
         if not self.started and self.active:
-            self.started = True
             if self.on_start is not None:
                 self.on_start()
+            # Only now: where it was interrupted, the next step tries again.
+            self.started = True
 
     # Opening and closing, called by the thread that bounds steps.
 
@@ -104,7 +112,9 @@ class Run:
         if not self.started:
             self.start()
         number = self.number
-        self.current = step = Step(number, start, batch, former, self.keep.head.step(number))
+        if self._decided_for != number:  # a step that came to nothing has left its number, and its answer
+            self._decided_for, self._head_says = number, self.keep.head.step(number)
+        self.current = step = Step(number, start, batch, former, self._head_says)
         if self.pending:
             step.records.extend(self.pending)
             self.pending.clear()
@@ -128,11 +138,13 @@ class Run:
 
     def records_only(self, number: int) -> bool:
         """Whether step `number` is, as far as the head decides, only recorded; says how long the next ones are."""
-        head, slow = self.keep.head, self.slow
+        slow = self.slow
         if len(slow.new) >= slow.TOGETHER:
             slow.sort_in()
-        self.attention = min(head.no_earlier(number + 1), number + slow.TOGETHER - len(slow.new))
-        return not head.step(number)
+        # Never `head.step`: a sampler that counts or limits must be asked once for each step, which `open` does.
+        yes = self.keep.head.no_earlier(number)
+        self.attention = min(yes, number + slow.TOGETHER - len(slow.new))
+        return yes > number
 
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
@@ -259,3 +271,10 @@ class StepSpan(context.DerivedSpan):
         self._run.undecided[trace_id] = step
         step.plain = False
         return trace_id, span_id
+
+
+def _inert() -> Run:
+    """A run that records nothing."""
+    run = Run(Settings(), NeverHead())
+    run.active = False
+    return run

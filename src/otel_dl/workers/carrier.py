@@ -5,7 +5,6 @@ The carrier is pickled as part of the process's target, so it arrives whatever t
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 from collections.abc import Mapping, MutableMapping
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
+from otel_dl.log import logger
 from otel_dl.recording.identity import Identity
 from otel_dl.semconv import SpanName
 
@@ -43,9 +43,6 @@ def put_back(environ: MutableMapping[str, str], former: Mapping[str, str]) -> li
     for name in missing:
         environ[name] = former[name]
     return missing
-
-
-logger = logging.getLogger("otel_dl")
 
 
 class Carrier(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable
 from multiprocessing import process
@@ -13,6 +12,7 @@ from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
+from otel_dl.log import logger
 from otel_dl.recording import context, ids
 from otel_dl.recording.context import DerivedSpan
 from otel_dl.recording.keep import batch_sampled
@@ -25,8 +25,6 @@ from otel_dl.workers.writer import Writer
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-
-logger = logging.getLogger("otel_dl")
 
 
 class BatchSpan(DerivedSpan):

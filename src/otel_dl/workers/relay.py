@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import threading
 from collections import Counter
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry.sdk.resources import Resource
 
+from otel_dl.log import logger
 from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.records import Fetch
 from otel_dl.workers import wire
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from otel_dl.recording.run import Run
 
-logger = logging.getLogger("otel_dl")
 
 FETCHES: Final = 4_096
 """Fetches that wait at most: those of steps that are not kept are never taken, and go when newer ones come."""
@@ -49,10 +48,29 @@ class _Pipe:
         self.spans: dict[tuple[int, int], list[ReadableSpan]] = {}
 
 
+_left_open: list[int] = []
+"""Read ends of workers that outlived their run."""
+
+
+def _close_ended() -> None:
+    for descriptor in list(_left_open):
+        try:
+            ended = not os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            continue
+        except OSError:
+            ended = True
+        if ended:
+            _left_open.remove(descriptor)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
 class Relay:
     """`open` and `started` are called by the thread that starts workers, the rest by the one that builds spans."""
 
     def __init__(self, run: Run) -> None:
+        _close_ended()
         self._run = run
         self._starting = threading.local()
         self._writes: set[int] = set()
@@ -243,6 +261,9 @@ class Relay:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """The run is over: workers that still run are told by a broken pipe, and write no more."""
+        """The run is over. Read ends of workers that still run stay open, for a broken pipe may end a worker (SIGPIPE
+        with its default action); a full one does not."""
         with self._lock:
+            _left_open.extend(self._pipes)
+            self._pipes = {}
             self.only()

@@ -1,0 +1,176 @@
+"""What a hostile script found: each of these did harm once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.children import Result, run
+
+BASE = """
+import otel_dl; otel_dl.instrument()
+import os, signal, sys, threading, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dataset = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+
+def epoch(loader=None):
+    count = 0
+    for x, y in loader or DataLoader(dataset, batch_size=4):
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        count += 1
+    return count
+
+epoch()
+"""
+
+
+def hostile(directory: Path, script: str, **env: str) -> Result:
+    files = {"OTEL_TRACES_EXPORTER": "otel_dl_file", "OTEL_DL_DIR": str(directory / "traces")}
+    return run(BASE + script, {**files, **env})
+
+
+def test_a_signal_that_the_user_blocks_waits_and_reaches_no_thread_of_ours(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        """
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+os.kill(os.getpid(), signal.SIGUSR1)
+print(signal.sigtimedwait({signal.SIGUSR1}, 10).si_signo == signal.SIGUSR1)
+""",
+    )
+    assert (done.code, done.stdout) == (0, "True\n"), done
+
+
+def test_nothing_of_ours_lands_in_files_that_take_over_closed_descriptors(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        f"""
+otel_dl.flush(10)
+os.closerange(3, 64)
+files = [open(f"{tmp_path}/checkpoint{{i}}", "w+b", buffering=0) for i in range(8)]
+epoch()
+otel_dl.flush(10)
+signal.signal(signal.SIGUSR1, lambda *_: None)
+os.kill(os.getpid(), signal.SIGUSR1)
+print([os.path.getsize(file.name) for file in files])
+""",
+    )
+    assert (done.code, done.stdout) == (0, f"{[0] * 8}\n"), done
+
+
+def test_uninstrument_in_another_thread_leaves_no_closed_wakeup_descriptor(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        """
+signal.signal(signal.SIGUSR1, lambda *_: None)
+thread = threading.Thread(target=otel_dl.uninstrument)
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(epoch(DataLoader(dataset, batch_size=4, num_workers=1)))
+""",
+    )
+    assert (done.code, done.stdout) == (0, "16\n"), done
+    assert "wakeup fd" not in done.stderr
+
+
+@pytest.mark.parametrize("stream", ["sys.stderr.close()", "sys.stderr = None"])
+def test_training_does_not_need_a_stream_for_our_words(stream: str, tmp_path: Path) -> None:
+    script = BASE.replace("\nepoch()\n", f"\n{stream}\nprint(epoch())\n")
+    done = run(script, {"OTEL_TRACES_EXPORTER": "otel_dl_file", "OTEL_DL_DIR": str(tmp_path)})
+    assert (done.code, done.stdout) == (0, "16\n"), done
+
+
+def test_a_worker_outlives_uninstrument_where_sigpipe_has_its_default_action(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        """
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+count = 0
+for _ in DataLoader(dataset, batch_size=1, num_workers=2):
+    count += 1
+    if count == 4:
+        otel_dl.uninstrument()
+print(count)
+""",
+    )
+    assert (done.code, done.stdout) == (0, "64\n"), done
+
+
+@pytest.mark.parametrize(
+    "variable", ["OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_PROPAGATORS", "OTEL_PYTHON_TRACER_PROVIDER"]
+)
+def test_a_value_that_the_sdk_refuses_does_not_end_training(variable: str, tmp_path: Path) -> None:
+    done = hostile(tmp_path, "print(epoch())", **{variable: "nonsense"})
+    assert (done.code, done.stdout) == (0, "16\n"), done
+
+
+def test_a_handler_that_calls_what_was_there_before_decides_the_end_itself(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        """
+def handler(number, frame):
+    if callable(previous):
+        previous(number, frame)
+previous = signal.signal(signal.SIGTERM, handler)
+os.kill(os.getpid(), signal.SIGTERM)
+print(epoch())
+""",
+    )
+    assert (done.code, done.stdout) == (0, "16\n"), done
+
+
+def test_a_class_of_the_users_that_is_pickled_by_value_can_be(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        f"""
+import cloudpickle, pickle, subprocess
+class Mine(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+mine = Mine(model.parameters(), lr=0.1)
+mine.step()
+with open("{tmp_path}/pickled", "wb") as file:
+    cloudpickle.dump(mine, file)
+read = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb')).step(); print('stepped')"
+subprocess.run([{sys.executable!r}, "-c", read, "{tmp_path}/pickled"], check=True)
+""",
+    )
+    assert (done.code, done.stdout) == (0, "stepped\n"), done
+
+
+def test_a_sampler_that_counts_is_asked_once_for_each_step(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        """
+otel_dl.uninstrument()
+import collections
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from otel_dl.export.sampling import SamplerHead
+
+class Counting(Sampler):
+    asked = collections.Counter()
+    def should_sample(self, context, trace_id, name, *args, **kwargs):
+        self.asked[trace_id] += 1
+        return SamplingResult(Decision.DROP)
+    def get_description(self):
+        return "counting"
+
+otel_dl.instrument()
+from otel_dl import session
+run = session.current().run
+run.keep.head = SamplerHead(Counting(), lambda number: run.step_ids(number)[0])
+for _ in range(10):
+    epoch()
+print(set(Counting.asked.values()), len(Counting.asked) >= 160)
+""",
+    )
+    assert (done.code, done.stdout) == (0, "{1} True\n"), done
