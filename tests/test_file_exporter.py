@@ -334,6 +334,8 @@ print(exporter.export([span("after")]).name)
         full = os.open("/dev/full", os.O_WRONLY)
         assert exporter._descriptor is not None
         os.dup2(full, exporter._descriptor)
+        status = os.fstat(full)
+        exporter._identity = status.st_dev, status.st_ino
         os.close(full)
         assert exporter.export([span("lost")]) is SpanExportResult.FAILURE
         assert "No space left on device" in caplog.text

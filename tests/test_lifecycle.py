@@ -215,13 +215,13 @@ def theirs(number, frame):
         assert result.code == 7
         assert result.stdout.splitlines()[-1] == "end 5.0 NoneType"
 
-    def test_one_that_chains_to_what_was_there_before_gets_the_default_action(self) -> None:
+    def test_one_that_calls_what_was_there_before_decides_the_end_itself(self) -> None:
+        """Without us there is nothing to be called, and the handlers that try see to that."""
         body = "ending.install()" + self.HANDLER.format(decision="before(number, frame)")
-        body += "before = signal.signal(signal.SIGTERM, theirs)\nsay('waiting')\ntime.sleep(30)\n"
+        body += "before = signal.signal(signal.SIGTERM, theirs)\nsay('waiting')\ntime.sleep(0.5)\n"
         result = ended(body, signal.SIGTERM)
-        assert result.code == -signal.SIGTERM
-        assert result.stdout.splitlines()[-1] == "end 0.5 NoneType"
-        assert result.ending < 1.5
+        assert result.code == 0
+        assert result.stdout.splitlines()[-1] == "end 5.0 NoneType"
 
     def test_ignored_stays_ignored(self) -> None:
         body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nending.install()\nsay('waiting')\ntime.sleep(0.5)"
@@ -319,7 +319,7 @@ class TestUninstall:
         """)
         assert result.stdout == "True\n"
 
-    def test_a_handler_that_somebody_still_chains_to_is_the_default_action(self) -> None:
+    def test_a_handler_that_somebody_still_calls_does_nothing(self) -> None:
         result = ended(
             """
             ending.install()
@@ -327,11 +327,11 @@ class TestUninstall:
             ending.uninstall()
             signal.signal(signal.SIGTERM, lambda *_: before(*_))
             say("waiting")
-            time.sleep(30)
+            time.sleep(0.5)
             """,
             signal.SIGTERM,
         )
-        assert (result.code, result.stdout) == (-signal.SIGTERM, "waiting\n")
+        assert (result.code, result.stdout) == (0, "waiting\n")
 
     def test_it_can_be_installed_again(self) -> None:
         body = "ending.install()\nending.uninstall()\nending.install()\nsay('waiting')\ntime.sleep(30)"

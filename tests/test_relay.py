@@ -140,9 +140,22 @@ def test_fetches_that_find_no_room_at_all_are_bounded_and_counted(relay: Relay) 
 
 def test_a_parent_that_is_gone_is_no_error_to_the_worker(relay: Relay) -> None:
     writer = opened(relay)
-    relay.close()
+    for descriptor in relay._pipes:
+        os.close(descriptor)
+    relay._pipes = {}
     assert not writer.write(wire.FETCH, fetch(0))
     writer.flush()
+
+
+def test_a_run_that_is_over_breaks_no_pipe_of_a_worker_that_still_runs(relay: Relay) -> None:
+    writer = opened(relay)
+    (read_end,) = relay._pipes
+    relay.close()
+    assert writer.write(wire.FETCH, fetch(0))
+    assert read_end in relays._left_open
+    os.close(writer._descriptor)
+    while read_end in relays._left_open:
+        relays._close_ended()  # reads what is left, then finds the end
 
 
 def test_sampled_fetches_that_no_step_took_expire_and_the_others_go(

@@ -267,3 +267,4 @@ class Relay:
             _left_open.extend(self._pipes)
             self._pipes = {}
             self.only()
+            _close_ended()
