@@ -17,7 +17,7 @@ from pathlib import Path
 
 from _measure import machine
 
-ROUNDS = 9
+ROUNDS = 5
 
 SCRIPT = """
 import glob, json, os, sys, time
