@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from support.children import Result, run
 
+from otel_dl.patches._patching import is_ours
+
 BASE = """
 import otel_dl; otel_dl.instrument()
 import os, signal, sys, threading, time
@@ -174,3 +176,38 @@ print(set(Counting.asked.values()), len(Counting.asked) >= 160)
 """,
     )
     assert (done.code, done.stdout) == (0, "{1} True\n"), done
+
+
+def test_the_recursion_limit_costs_no_target_and_says_nothing(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        """
+def deep(left):
+    if left:
+        return deep(left - 1)
+    optimizer.zero_grad()
+reached = 0
+for depth in range(900, 1000):
+    try:
+        deep(depth)
+        reached = depth
+    except RecursionError:
+        pass
+otel_dl.flush(10)
+print(reached > 950, type(torch.optim.Optimizer.zero_grad.__wrapped__).__name__)
+""",
+    )
+    assert (done.code, done.stdout) == (0, "True function\n"), done
+    assert "fault" not in done.stderr
+
+
+def test_an_exception_thrown_into_our_code_from_outside_is_the_users() -> None:
+    class Timeout(Exception):
+        pass
+
+    try:
+        raise Timeout
+    except Timeout as error:
+        thrown = error.with_traceback(None)
+    assert not is_ours(thrown)
+    assert is_ours(ValueError())

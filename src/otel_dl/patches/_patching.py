@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, MethodType, TracebackType
@@ -23,6 +24,8 @@ def _folders(*paths: str) -> tuple[str, ...]:
 
 
 _OURS: Final = _folders(os.path.dirname(os.path.dirname(__file__)), *opentelemetry.__path__)
+_MODULES: Final = {"otel_dl", "opentelemetry", *sys.stdlib_module_names}
+"""Whose exception classes a fault of ours may have."""
 _STDLIB: Final = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
@@ -80,6 +83,11 @@ class Patches:
         A fault of ours is logged once and takes this target's patches out. What a signal handler of the user's or
         torch's raised meanwhile is raised again.
         """
+        if isinstance(error, (RecursionError, MemoryError)):
+            # Nobody's fault: this call is not recorded, and whether there is room for the user's shows now.
+            with contextlib.suppress(RecursionError, MemoryError):
+                self._recover()
+            return
         self._recover()
         if not is_ours(error):
             raise error
@@ -97,6 +105,8 @@ class Patches:
 def is_ours(error: BaseException) -> bool:
     """Whether every frame of the traceback is otel-dl's, OpenTelemetry's or the standard library's, and none is that
     of a signal handler. A handler without a frame, written in C, can't be told from us: then it counts as its own."""
+    if type(error).__module__.partition(".")[0] not in _MODULES:
+        return False  # a class of somebody else's: thrown into this thread by PyThreadState_SetAsyncExc, perhaps
     if not isinstance(error, Exception) or any(_is_in_c(handler) for handler in _handlers()):
         return False
     handlers = _handler_codes()
