@@ -443,7 +443,7 @@ class Lane:
     # Steps.
 
     def _open(self, start: int, batch: bool) -> Step:
-        if self.run.stepper is self or self.bounds:
+        if self.bounds:
             return self.run.open(start, batch, self.former)
         return Step(0, start, batch, self.former, head=False)
 
@@ -455,7 +455,7 @@ class Lane:
     def _close_step(self, step: Step, end: int) -> None:
         self.former = step.optimizers
         self.step = None
-        if self.run.stepper is self or self.bounds:
+        if self.bounds:
             self.run.close(step, end)
 
     def finish(self, error: BaseException | None = None) -> None:
