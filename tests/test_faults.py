@@ -23,7 +23,7 @@ from support.phases import lines
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from otel_dl.patches import _patching
+from otel_dl.faults import is_ours
 from otel_dl.recording import context, lane, records
 from otel_dl.recording.keep import Keep, SlowSteps
 from otel_dl.recording.lane import Lane
@@ -384,8 +384,8 @@ def test_a_fault_is_told_from_the_users_by_its_frames() -> None:
         assert caught.tb is not None
         return caught.value.with_traceback(caught.tb.tb_next)  # without this frame
 
-    assert _patching.is_ours(of(functools.partial(operator.concat, 1, 2)))
-    assert _patching.is_ours(of(functools.partial(queue.Queue[int]().get_nowait)))
-    assert not _patching.is_ours(of(lambda: 1 / 0))
-    assert not _patching.is_ours(of(functools.partial(torch.nn.Linear, "x", 3)))
-    assert not _patching.is_ours(of(functools.partial(sys.exit, 1)))
+    assert is_ours(of(functools.partial(operator.concat, 1, 2)))
+    assert is_ours(of(functools.partial(queue.Queue[int]().get_nowait)))
+    assert not is_ours(of(lambda: 1 / 0))
+    assert not is_ours(of(functools.partial(torch.nn.Linear, "x", 3)))
+    assert not is_ours(of(functools.partial(sys.exit, 1)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.children import Result, run
 
-from otel_dl.patches._patching import is_ours
+from otel_dl.faults import is_ours
 
 BASE = """
 import otel_dl; otel_dl.instrument()

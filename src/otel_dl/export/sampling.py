@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 
 from otel_dl.export.components import component, names
+from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
-from otel_dl.patches._patching import _handler_codes  # pyright: ignore[reportPrivateUsage]
 from otel_dl.semconv import SpanName
 
 GROUP: Final = "opentelemetry_traces_sampler"
@@ -69,7 +69,7 @@ class SamplerHead:
             result = self.sampler.should_sample(self._parent, trace_id, name, SpanKind.INTERNAL, None, ())
             return result.decision.is_sampled()
         except Exception as error:
-            if _from_signal_handler(error):
+            if from_signal_handler(error):
                 raise
             if not self._warned:
                 self._warned = True
@@ -94,17 +94,6 @@ def _is_repeatable(sampler: Sampler) -> bool:
         parts = [value for value in vars(sampler).values() if isinstance(value, Sampler)]
         return all(_is_repeatable(part) for part in parts)
     return type(sampler) in (StaticSampler, TraceIdRatioBased)
-
-
-def _from_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler raised it, which happened to run inside the sampler: that is the user's, and passes."""
-    handlers = _handler_codes()
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code in handlers:
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 def is_default(sampler: Sampler) -> bool:

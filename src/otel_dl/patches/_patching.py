@@ -1,32 +1,16 @@
-"""Exact save-and-restore of attributes, and the line between a fault of ours and an exception of somebody else's."""
+"""Exact save-and-restore of attributes, and what follows from a fault of ours."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import signal
-import sys
-import sysconfig
-from collections.abc import Callable, Iterator
-from types import CellType, CodeType, MethodType, TracebackType
+from collections.abc import Callable
+from types import CellType
 from typing import Any, Final
 
-import opentelemetry
-
+from otel_dl.faults import is_ours
 from otel_dl.log import logger
 
 _MISSING: Final = object()
-
-
-def _folders(*paths: str) -> tuple[str, ...]:
-    return tuple(os.path.join(os.path.realpath(path), "") for path in paths)
-
-
-_OURS: Final = _folders(os.path.dirname(os.path.dirname(__file__)), *opentelemetry.__path__)
-_MODULES: Final = {"otel_dl", "opentelemetry", *sys.stdlib_module_names}
-"""Whose exception classes a fault of ours may have."""
-_STDLIB: Final = _folders(sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
 class Patches:
@@ -100,54 +84,3 @@ class Patches:
                 self.target,
                 exc_info=error,
             )
-
-
-def is_ours(error: BaseException) -> bool:
-    """Whether every frame of the traceback is otel-dl's, OpenTelemetry's or the standard library's, and none is that
-    of a signal handler. A handler without a frame, written in C, can't be told from us: then it counts as its own."""
-    if type(error).__module__.partition(".")[0] not in _MODULES:
-        return False  # a class of somebody else's: thrown into this thread by PyThreadState_SetAsyncExc, perhaps
-    if not isinstance(error, Exception) or any(_is_in_c(handler) for handler in _handlers()):
-        return False
-    handlers = _handler_codes()
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if code in handlers or not _is_known(code):
-            return False
-        traceback = traceback.tb_next
-    return True
-
-
-def _is_known(code: CodeType) -> bool:
-    if code.co_filename.startswith("<frozen "):
-        return True
-    path = os.path.realpath(code.co_filename)
-    return path.startswith(_OURS) or (path.startswith(_STDLIB) and "site-packages" not in path)
-
-
-def _handlers() -> Iterator[Any]:
-    """What Python calls for a signal, without partial and method around it."""
-    for number in signal.valid_signals():
-        with contextlib.suppress(ValueError, OSError):
-            handler: Any = signal.getsignal(number)
-            while isinstance(handler, (functools.partial, MethodType)):
-                handler = handler.func if isinstance(handler, functools.partial) else handler.__func__
-            if callable(handler):
-                yield handler
-
-
-def _code(handler: Any) -> CodeType | None:
-    code = getattr(handler, "__code__", None)
-    if code is None:
-        method: Any = type(handler).__call__
-        code = getattr(method, "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _is_in_c(handler: Any) -> bool:
-    return _code(handler) is None and handler is not signal.default_int_handler
-
-
-def _handler_codes() -> set[CodeType]:
-    return {code for code in map(_code, _handlers()) if code is not None}

@@ -12,6 +12,7 @@ from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
+from otel_dl.faults import is_ours
 from otel_dl.log import logger
 from otel_dl.recording import context, ids
 from otel_dl.recording.context import DerivedSpan
@@ -242,8 +243,6 @@ _faulty = False
 
 
 def _fault(error: Exception) -> None:
-    from otel_dl.patches._patching import is_ours
-
     if not is_ours(error):
         raise error
     global _faulty
