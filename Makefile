@@ -5,7 +5,7 @@
 # make collector   a collector and a Jaeger on this machine, until Ctrl-C
 # make bench       what otel-dl costs
 #
-# Each makes the virtual environment .venv first, where it is missing or older than pyproject.toml. A torch that
+# Each makes the virtual environment .venv first, where it is missing or older than pyproject.toml and what is compiled. A torch that
 # OTEL_DL_TORCH_FROM (a Python; default: python3) can import is used in it; else pip gets one, which is 3 GB.
 
 PYTHON ?= python3
@@ -41,7 +41,7 @@ bench: venv
 
 venv: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml hatch_build.py src/otel_dl/recording/_native.c
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.10 or later (Debian: apt install python3 python3-venv)" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no module venv: install it (Debian: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import otel_dl
 from otel_dl.export.sampling import SamplerHead
-from otel_dl.patches import training
 from otel_dl.recording import keep, lane, records
 from otel_dl.recording.keep import AdaptiveHead, Head, Keep, NeverHead, SlowSteps
 from otel_dl.recording.records import Step
@@ -203,7 +202,6 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(lane, "clock", clock)
-    monkeypatch.setattr(training, "clock", clock)
     return clock
 
 
@@ -213,7 +211,7 @@ def test_of_10000_steps_at_1_in_30000_the_one_that_raises_and_the_slow_one_are_w
     model = Picky(6, 3)
     optimizer = sgd(model)
     data = DataLoader(TensorDataset(torch.randn(40_000, 6), torch.zeros(40_000, dtype=torch.long)), batch_size=4)
-    with recording() as recorded:
+    with recording(native=False) as recorded:  # a clock of the test's
         head = SamplerHead(TraceIdRatioBased(1 / 30000), lambda number: recorded.run.step_ids(number)[0])
         recorded.run.keep.head = head
         for number, (x, y) in enumerate(data):
@@ -362,7 +360,7 @@ def test_slow_is_over_3_times_the_99th_percentile_of_the_last_1000_from_100_on(s
 def test_slow_is_told_by_the_run_as_well(clock: Clock) -> None:
     """Through steps that are made of one another (`Run.advance`): the same as shown one by one."""
     wanted = list(durations("spikes", 1500))
-    with recording(NeverHead()) as recorded:
+    with recording(NeverHead(), native=False) as recorded:
         own = recorded.run.local.lane
         for duration in wanted:
             start = own.begin_next(0, 0)

@@ -24,15 +24,16 @@ def table() -> Iterator[list[str]]:
     print("\n".join(rows))
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
 @pytest.mark.parametrize("name", _forms)
-def test_steps_are_those_of_the_script(name: str, table: list[str]) -> None:
-    with recording() as recorded:
+def test_steps_are_those_of_the_script(name: str, native: bool, table: list[str]) -> None:
+    with recording(native=native) as recorded:
         diary, _ = train(FORMS[name])
     steps = recorded.named("train.step")
     errors = sum(not step.status.is_unset for step in steps)
     evaluations = lines(recorded.spans, "train.eval")
     table.append(
-        f"  {name:<52}{len(diary.steps):>16}{len(steps):>10}"
+        f"  {name + (' (in Python)' if not native else ''):<52}{len(diary.steps):>16}{len(steps):>10}"
         f"{f'{len(diary.evaluations)}, {len(evaluations)}':>13}{f'{diary.errors}, {errors}':>8}"
     )
     assert _without_nexts_elsewhere(lines(recorded.spans, "train.step"), diary) == diary.steps

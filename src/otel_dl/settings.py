@@ -98,6 +98,10 @@ class Settings:
         4, "OTEL_DL_FILE_MAX_FILES", _integer(1, 10_000), "rotated files kept for a process; the oldest goes first"
     )
 
+    native: bool = _setting(
+        True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"
+    )
+
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **keywords: Any) -> Settings:
         """The settings from `keywords`, then `environ` (default: the process's), then the defaults.

@@ -84,3 +84,11 @@ class Patches:
                 self.target,
                 exc_info=error,
             )
+
+
+def guard(patches: Patches, notice: Callable[..., Any], *args: Any) -> None:
+    """Tells `notice` what happened; what it raises is a fault of these patches."""
+    try:
+        notice(*args)
+    except BaseException as error:
+        patches.fault(error)

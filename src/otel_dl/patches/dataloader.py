@@ -16,13 +16,16 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from otel_dl.patches._patching import Patches
+from otel_dl.patches._patching import Patches, guard
+from otel_dl.patches.recorder import recorder
 from otel_dl.recording.lane import NEXT
+from otel_dl.recording.native import SourceState
 from otel_dl.workers.carrier import Carrier
 from otel_dl.workers.entry import Starting, WorkerLoop
 from otel_dl.workers.loop import start_method
 
 if TYPE_CHECKING:
+    from otel_dl.recording.lane import Lane
     from otel_dl.recording.run import Run
     from otel_dl.workers.relay import Relay
 
@@ -58,29 +61,15 @@ class Loaders:
             del self._known[key]
 
 
-class Info:
+class Info(SourceState):
     """What is known of an iterator in its present epoch."""
 
-    __slots__ = (
-        "alone",
-        "batch",
-        "epoch",
-        "fetched",
-        "in_order",
-        "last",
-        "loader",
-        "method",
-        "nonce",
-        "pids",
-        "round",
-        "workers",
-    )
+    __slots__ = ("in_order", "last", "method", "nonce", "pids", "round", "workers")
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
         """Empty where no worker was given one: such a batch has no trace of its own."""
         self.alone = False
-        """Whether the main process reads."""
         self.loader = self.epoch = 0
         self.round = 0
         """Epochs of this iterator before this one, where its workers live on."""
@@ -92,8 +81,7 @@ class Info:
         self.method = ""
         self.workers: dict[int, int] = {}
         """Which worker reads a batch, where torch does not say it when the batch comes (before 2.8)."""
-        self.batch: Any = None
-        """The batch in hand, a tuple as `records.Batch`."""
+        self.batch = None
 
 
 def install(run: Run, patches: Patches, relay: Relay) -> None:
@@ -109,13 +97,6 @@ def install(run: Run, patches: Patches, relay: Relay) -> None:
 
 def _method(kind: Any, name: str) -> Any:
     return vars(kind)[name]  # pyright: ignore[reportUnknownVariableType]
-
-
-def _guard(patches: Patches, notice: Callable[..., Any], *args: Any) -> None:
-    try:
-        notice(*args)
-    except BaseException as error:
-        patches.fault(error)
 
 
 def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) -> None:
@@ -151,7 +132,7 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
 
     @functools.wraps(original_init)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        _guard(patches, begin, self, loader)
+        guard(patches, begin, self, loader)
         original_init(self, loader, *args, **kwargs)
 
     original_reset = _method(base, "_reset")
@@ -161,7 +142,7 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
         result = original_reset(self, loader, first_iter, *args, **kwargs)
         # Only now: an epoch that could not begin is none to the workers either.
         if not first_iter:
-            _guard(patches, begin_again, self, loader)
+            guard(patches, begin_again, self, loader)
         return result
 
     patches.replace(base, _INFO, None)
@@ -178,50 +159,42 @@ def know_workers(iterator: Any) -> None:
         info.method = start_method(workers[0])
 
 
-def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
-    """`dataloader.next`, and `dataloader.fetch` where the main process reads."""
-    base: Any = dataloader._BaseDataLoaderIter
-    original_next = _method(base, "__next__")
+class Next:
+    """`dataloader.next`. Where the main process reads, `dataloader.fetch` is what it does: the wait and it are one."""
 
-    def batch(iterator: Any, info: Info | None) -> tuple[Any, ...] | None:
+    kind = NEXT
+
+    def begin(self, lane: Lane, subject: Any) -> tuple[int, int] | None:
+        info: Info | None = getattr(subject, _INFO, None)
+        if info is None:
+            start = lane.begin_next(-1, 0)
+        else:
+            info.batch = None
+            start = lane.begin_next(info.loader, info.epoch)
+        return (NEXT, start) if start else None
+
+    def end(self, lane: Lane, kind: int, subject: Any, start: int) -> None:
+        lane.end(NEXT, start, self._batch(subject))
+
+    def fail(self, lane: Lane, kind: int, subject: Any, start: int, error: BaseException) -> None:
+        if isinstance(error, StopIteration):
+            lane.stop_next(start)
+        else:
+            lane.fail(NEXT, start, error, self._batch(subject))
+
+    def _batch(self, iterator: Any) -> tuple[Any, ...] | None:
+        info: Info | None = getattr(iterator, _INFO, None)
         if info is None:
             return None
         if not info.alone:
             return info.batch
-        # `dataloader.fetch` is what the iterator without workers does in `next()`: the wait and it are one.
         info.fetched += 1
         return info.loader, info.epoch, info.fetched - 1, "", 0, None, 0, ""
 
-    @functools.wraps(original_next)
-    def __next__(self: Any) -> Any:
-        try:
-            lane = run.local.lane
-            info: Info | None = getattr(self, _INFO, None)
-            if info is None:
-                opened = lane.begin_next(-1, 0)
-            else:
-                info.batch = None
-                opened = lane.begin_next(info.loader, info.epoch)
-        except BaseException as error:
-            patches.fault(error)
-            return original_next(self)
-        if not opened:
-            return original_next(self)
-        try:
-            data = original_next(self)
-        except StopIteration:
-            _guard(patches, lane.stop_next, opened)
-            raise
-        except BaseException as error:
-            _guard(patches, lane.fail, NEXT, opened, error, batch(self, info))
-            raise
-        try:
-            lane.end(NEXT, opened, batch(self, info))
-        except BaseException as error:
-            patches.fault(error)
-        return data
 
-    patches.replace(base, "__next__", __next__)
+def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
+    base: Any = dataloader._BaseDataLoaderIter
+    patches.replace(base, "__next__", recorder(run, patches, Next(), _method(base, "__next__"), "Next"))
 
 
 def _install_workers(
@@ -245,13 +218,13 @@ def _install_workers(
         starting.carrier, starting.nonce, starting.ends = None, "", ()
         try:
             if run.active:
-                _guard(patches, give, loader.num_workers)
+                guard(patches, give, loader.num_workers)
             original_init(self, loader, *args, **kwargs)
         finally:
             ends = starting.ends
             starting.carrier, starting.nonce, starting.ends, starting.given = former
-            _guard(patches, relay.started, ends)
-        _guard(patches, know_workers, self)
+            guard(patches, relay.started, ends)
+        guard(patches, know_workers, self)
 
     patches.replace(several, "__init__", __init__)
     patches.replace(worker, "_worker_loop", WorkerLoop(worker._worker_loop, run, relay, starting))

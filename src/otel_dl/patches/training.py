@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from otel_dl.patches._patching import Patches
-from otel_dl.recording import context
+from otel_dl.patches._patching import Patches, guard
+from otel_dl.patches.recorder import recorder
 from otel_dl.recording.lane import (
     BACKWARD,
     EVAL_FORWARD,
@@ -27,76 +27,80 @@ from otel_dl.recording.lane import (
     SCHEDULER,
     ZERO_GRAD,
 )
-from otel_dl.recording.records import clock
 
 if TYPE_CHECKING:
     from otel_dl.recording.lane import Lane
     from otel_dl.recording.run import Run
 
 
-def phase(
-    run: Run, patches: Patches, kind: int, original: Callable[..., Any], traced: Callable[[], bool] = lambda: False
-) -> Callable[..., Any]:
-    """`original` as a phase of this kind; calls nested in one of the same kind are not recorded.
+class Phase:
+    """A phase of this kind; one that is nested in another of the same kind is not recorded.
 
-    `traced` is asked about calls that are nested in another phase: those of a compiler are none of training's.
+    `traced` is asked about those that are nested in any: a compiler's are none of training's.
     """
+
+    def __init__(self, kind: int, traced: Callable[[], bool] = lambda: False) -> None:
+        self.kind = kind
+        self._traced = traced
+
+    def begin(self, lane: Lane, subject: Any) -> tuple[int, int] | None:
+        if lane.kinds and self._traced():
+            return None
+        start = lane.begin(self.kind)
+        return (self.kind, start) if start else None
+
+    def end(self, lane: Lane, kind: int, subject: Any, start: int) -> None:
+        lane.end(kind, start)
+
+    def fail(self, lane: Lane, kind: int, subject: Any, start: int, error: BaseException) -> None:
+        lane.fail(kind, start, error)
+
+
+class OptimizerStep(Phase):
+    """`step()` of an optimizer, the outermost."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZER)
+
+    def begin(self, lane: Lane, subject: Any) -> tuple[int, int] | None:
+        start = lane.begin_optimizer(id(subject))
+        return (OPTIMIZER, start) if start else None
+
+    def end(self, lane: Lane, kind: int, subject: Any, start: int) -> None:
+        lane.end_optimizer(start, id(subject))
+
+
+class Forward(Phase):
+    """The outermost call of a module."""
+
+    def __init__(self, is_grad_enabled: Callable[[], bool]) -> None:
+        super().__init__(FORWARD)
+        self._is_grad_enabled = is_grad_enabled
+
+    def begin(self, lane: Lane, subject: Any) -> tuple[int, int] | None:
+        if not (subject.training and self._is_grad_enabled()):
+            kind = EVAL_FORWARD
+        elif subject._modules or subject._parameters:
+            kind = FORWARD
+        else:
+            kind = NEUTRAL_FORWARD
+        start = lane.begin(kind) if kind == FORWARD else lane.begin_untrained(kind)
+        return (kind, start) if start else None
+
+
+def traceable(run: Run, patches: Patches, event: Phase, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` as a phase, where dynamo may trace through it."""
     from torch.compiler import is_dynamo_compiling
 
-    capacity = run.settings.step_records
-    optimizes = kind == OPTIMIZER
-
-    def begin(lane: Lane, args: tuple[Any, ...]) -> int:
-        if lane.kinds and traced():
-            return 0
-        return lane.begin_optimizer(id(args[0])) if optimizes else lane.begin(kind)
+    recorded = recorder(run, patches, event, original, "Phase", optimizes=event.kind == OPTIMIZER)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(*args, **kwargs)
-        try:
-            lane = run.local.lane
-            step = lane.step
-            # What Lane.begin and Lane.end do for the ordinary phase stands here in place: a call less each.
-            ordinary = step is not None and step.settled and not lane.kinds and context.get_current() is step.context
-            if ordinary:
-                lane.kinds = kind
-                start = clock()
-            else:
-                start = begin(lane, args)
-        except BaseException as error:
-            patches.fault(error)
-            return original(*args, **kwargs)
-        if not start:
-            return original(*args, **kwargs)
-        try:
-            result = original(*args, **kwargs)
-        except BaseException as error:
-            _ended(patches, lane.fail, kind, start, error)
-            raise
-        try:
-            if ordinary and step is not None and lane.step is step and len(step.records) < capacity:
-                step.records.append((kind, start, clock(), None, None))
-                lane.kinds = 0
-                if optimizes:
-                    step.stepped = True
-            elif optimizes:
-                lane.end_optimizer(start, id(args[0]))
-            else:
-                lane.end(kind, start)
-        except BaseException as error:
-            patches.fault(error)
-        return result
+        return recorded(*args, **kwargs)
 
     return wrapper
-
-
-def _ended(patches: Patches, end: Callable[..., None], *args: Any) -> None:
-    try:
-        end(*args)
-    except BaseException as error:
-        patches.fault(error)
 
 
 def install_forward(run: Run, patches: Patches) -> None:
@@ -107,53 +111,25 @@ def install_forward(run: Run, patches: Patches) -> None:
     module: Any = torch.nn.Module
     original = module.__dict__["__call__"]
     is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
-    # A submodule's call is the hot one (hundreds a step). Where torch's own function stands, its two lines are done
-    # here: one Python frame less than calling it, which halves what we add (torch/nn/modules/module.py 2.4-2.15).
-    capacity = run.settings.step_records
     own = original is module.__dict__.get("_wrapped_call_impl")
+    outermost = recorder(
+        run, patches, Forward(is_grad_enabled), original, "Forward", own=own, is_grad_enabled=is_grad_enabled
+    )
 
     @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def in_python(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return original(self, *args, **kwargs)
-        lane = run.local.lane
-        if lane.kinds & FORWARD:
+        # A submodule's call is the hot one (hundreds a step). Where torch's own function stands, its two lines are done
+        # here: one Python frame less than calling it, which halves what we add (torch/nn/modules/module.py 2.4-2.15).
+        if run.local.lane.kinds & FORWARD:
             if own and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)
             return original(self, *args, **kwargs)
-        try:
-            if self.training and is_grad_enabled():
-                kind = FORWARD if self._modules or self._parameters else NEUTRAL_FORWARD
-            else:
-                kind = EVAL_FORWARD
-            step = lane.step
-            # As in `phase`.
-            ordinary = step is not None and step.settled and not lane.kinds and context.get_current() is step.context
-            if ordinary:
-                lane.kinds = kind
-                start = clock()
-            else:
-                start = lane.begin(kind) if kind == FORWARD else lane.begin_untrained(kind)
-        except BaseException as error:
-            patches.fault(error)
-            return original(self, *args, **kwargs)
-        if not start:
-            return original(self, *args, **kwargs)
-        try:
-            result = original(self, *args, **kwargs)
-        except BaseException as error:
-            _ended(patches, lane.fail, kind, start, error)
-            raise
-        try:
-            if ordinary and step is not None and lane.step is step and len(step.records) < capacity:
-                step.records.append((kind, start, clock(), None, None))
-                lane.kinds = 0
-            else:
-                lane.end(kind, start)
-        except BaseException as error:
-            patches.fault(error)
-        return result
+        return outermost(self, *args, **kwargs)
 
+    # Dynamo never traces through a call of a module that it takes for torch's own, as it does ours (see below).
+    __call__: Any = in_python if isinstance(outermost, FunctionType) else outermost
     __call__.__qualname__ = "Module.__call__"  # torch's own has another place as well: by this one it is pickled
     patches.replace(module, "__call__", __call__)
 
@@ -187,7 +163,9 @@ def install_backward(run: Run, patches: Patches) -> None:
         return TracingContext.try_get() is not None
 
     target: Any = torch.autograd
-    patches.replace(target, "_engine_run_backward", phase(run, patches, BACKWARD, target._engine_run_backward, traced))
+    patches.replace(
+        target, "_engine_run_backward", traceable(run, patches, Phase(BACKWARD, traced), target._engine_run_backward)
+    )
 
 
 def install_zero_grad(run: Run, patches: Patches) -> None:
@@ -195,7 +173,7 @@ def install_zero_grad(run: Run, patches: Patches) -> None:
 
     owner: Any
     for owner in (torch.optim.Optimizer, torch.nn.Module):
-        patches.replace(owner, "zero_grad", phase(run, patches, ZERO_GRAD, owner.__dict__["zero_grad"]))
+        patches.replace(owner, "zero_grad", traceable(run, patches, Phase(ZERO_GRAD), owner.__dict__["zero_grad"]))
 
 
 def _subclasses(root: type[Any]) -> Iterator[type[Any]]:
@@ -216,7 +194,7 @@ def install_scheduler(run: Run, patches: Patches) -> None:
             seen.add(kind)
             step = kind.__dict__.get("step")
             if isinstance(step, FunctionType):
-                patches.replace(kind, "step", phase(run, patches, SCHEDULER, step))
+                patches.replace(kind, "step", traceable(run, patches, Phase(SCHEDULER), step))
 
     for kind in _subclasses(base):
         cover(kind)
@@ -258,7 +236,7 @@ def install_optimizer(run: Run, patches: Patches) -> None:
         cell: CellType = step.__closure__[step.__code__.co_freevars.index("func")]
         if id(cell) not in covered:
             covered[id(cell)] = cell
-            patches.replace_cell(cell, phase(run, patches, OPTIMIZER, cell.cell_contents))
+            patches.replace_cell(cell, traceable(run, patches, OptimizerStep(), cell.cell_contents))
 
     for kind in _subclasses(base):
         cover(kind)
@@ -289,7 +267,7 @@ def install_scaler(run: Run, patches: Patches) -> None:
             patches.fault(error)
             return original(self, optimizer, *args, **kwargs)
         result = original(self, optimizer, *args, **kwargs)
-        _ended(patches, lane.stepped, id(optimizer))
+        guard(patches, lane.stepped, id(optimizer))
         return result
 
     patches.replace(scaler, "step", step)

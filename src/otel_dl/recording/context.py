@@ -27,11 +27,11 @@ SUPPRESSED: Final = _SUPPRESS_INSTRUMENTATION_KEY
 
 # The variable itself where the default runtime context holds one (opentelemetry/context/contextvars_context.py, 1.30 to
 # 1.45): a step asks for the context a dozen times, and each layer of functions above it costs a quarter microsecond.
-_variable: ContextVar[Context] | None = getattr(_RUNTIME_CONTEXT, "_current_context", None)
-if not isinstance(_variable, ContextVar):
-    _variable = None
-get_current: Callable[[], Context] = context_api.get_current if _variable is None else _variable.get
-set_current: Callable[[Context], object] = context_api.attach if _variable is None else _variable.set
+variable: ContextVar[Context] | None = getattr(_RUNTIME_CONTEXT, "_current_context", None)
+if not isinstance(variable, ContextVar):
+    variable = None
+get_current: Callable[[], Context] = context_api.get_current if variable is None else variable.get
+set_current: Callable[[Context], object] = context_api.attach if variable is None else variable.set
 
 
 class DerivedSpan(NonRecordingSpan):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
+from otel_dl.recording.native import LaneState
 from otel_dl.recording.records import Evaluation, Kind, Step, clock
 
 if TYPE_CHECKING:
@@ -60,16 +61,15 @@ class Segment(Enum):
     TRAIN = 2
 
 
-class Lane:
+class Lane(LaneState):
     """One thread's recorder. What begins a phase returns its start, or 0 where it is not recorded, and has no end."""
 
-    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "_thread", "former", "kinds", "run", "step")
+    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "_thread", "former", "run")
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.step: Step | None = None
         self.kinds = 0
-        """The open phases of this thread, one bit a `Kind`."""
         self.former = _NO_OPTIMIZERS
         self._capacity = run.settings.step_records
         self._evaluation: Evaluation | None = None
@@ -298,12 +298,12 @@ class Lane:
                 and start - step.start <= run.slow.limit
                 and not run.pending
                 and run.active
-                and (step.number + 1 < run.attention or run.records_only(step.number + 1))
+                and (step.number + 1 < run.fast.attention or run.records_only(step.number + 1))
             ):
                 # The ordinary case, and the hot one: nobody keeps the step and nobody knows its ids, so it becomes the
                 # next one. Closing it and opening another costs three times as much.
                 run.slow.new.append(start - step.start)
-                run.number = step.number = step.number + 1
+                step.number += 1
                 step.start = start
                 step.records.clear()
                 step.stepped = False
@@ -324,6 +324,7 @@ class Lane:
         if self.run.stepper is not self and self._another_trains():
             if step is not None:
                 # Read before that thread's first optimizer step told who trains.
+                self.run.fast.attention = 0
                 self.run.pending.extend((NEXT_ELSEWHERE, *r[1:]) for r in step.records if r[0] == NEXT)
                 self.step = None
             return
@@ -384,6 +385,7 @@ class Lane:
         stepper = run.stepper
         step = stepper.step if stepper is not None else None
         if step is None or step.ended:
+            run.fast.attention = 0
             run.pending.append(record)
         elif len(step.records) < self._capacity:
             step.records.append(record)
@@ -418,6 +420,7 @@ class Lane:
         evaluation = self._evaluation
         if evaluation is None:
             self._evaluation = evaluation = self.run.evaluation()
+            self.run.fast.attention = 0
         room = self._capacity - len(evaluation.records)
         evaluation.records.extend(records[:room])
         evaluation.dropped += max(0, len(records) - room)

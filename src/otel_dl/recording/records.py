@@ -11,6 +11,7 @@ import time
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from otel_dl.recording.native import StepState
 from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Fetch(NamedTuple):
     dropped: int
 
 
-class Step:
+class Step(StepState):
     """A step while it is open, and what is left of it afterwards.
 
     Most attributes keep their class's value in most steps, which is what makes a step cheap to begin.
@@ -118,28 +119,16 @@ class Step:
     end = 0
     ended = 0
     """When its epoch was over before an optimizer had stepped: only one that does so next belongs to it."""
-    dropped = 0
     error: str | None = None
-    stepped = False
-    settled = False
-    """Whether batches bound it, in the thread that steps the optimizers: then its phases are simply recorded."""
     optimizers: frozenset[int] = frozenset()
     """The optimizers (by id) that stepped; only those are complete of which the former step did not have all."""
     boundary: tuple[int, int] | None = None
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
-    segment = 0
-    """Index of the record with which the batch in hand began."""
-    seen = 0
-    """Index of the first record of which it is not known yet whether it trains."""
     global_step: int | None = None
     explicit = False
     requested = False
-    plain = False
-    """Whether nothing has happened that makes it more than an ordinary step: see `Lane.begin_next`."""
     reason = ""
     span: StepSpan | None = None
-    context: object = None
-    """The OpenTelemetry context that was current when it had begun."""
     link: SpanContext | None = None
     """The user's span that was current when it began."""
 

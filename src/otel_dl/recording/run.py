@@ -18,6 +18,7 @@ from otel_dl.recording import context, ids
 from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
+from otel_dl.recording.native import FastPath
 from otel_dl.recording.records import Evaluation, Step
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -48,19 +49,19 @@ class Run:
                 self.lane = Lane(run)
 
         self._local_type = Local
+        self.fast = FastPath(context.variable, settings.step_records)
         self._begin(head)
 
     def _begin(self, head: Head) -> None:
         self.identity = Identity.read()
         self.keep = Keep(head)
         self.slow = self.keep.slow
-        self.stepper: Lane | None = None
-        """The thread whose optimizers bound steps; until one has stepped the main thread bounds them."""
+        self.fast.durations = self.slow.new
+        self.fast.attention = 0
+        self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
         self.number = 0
-        self.attention = 0
-        """The first step to come that `records_only` has to be asked about."""
         self._decided_for = -1
         self._head_says = False
         """The head decision for step `_decided_for`."""
@@ -87,6 +88,15 @@ class Run:
     def __reduce__(self) -> tuple[Callable[[], Run], tuple[()]]:
         # A class of the user's may be pickled by value (cloudpickle), with a method of it that is patched.
         return _inert, ()
+
+    @property
+    def stepper(self) -> Lane | None:
+        """The thread whose optimizers bound steps; until one has stepped the main thread bounds them."""
+        return self.fast.lane
+
+    @stepper.setter
+    def stepper(self, lane: Lane | None) -> None:
+        self.fast.follow(lane)
 
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
@@ -143,12 +153,14 @@ class Run:
             slow.sort_in()
         # Never `head.step`: a sampler that counts or limits must be asked once for each step, which `open` does.
         yes = self.keep.head.no_earlier(number)
-        self.attention = min(yes, number + slow.TOGETHER - len(slow.new))
+        self.fast.limit = slow.limit
+        self.fast.attention = min(yes, number + slow.TOGETHER - len(slow.new))
         return yes > number
 
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
+        self.number = step.number
         if step.span is not None and step.span.asked is not None:
             self._handed_out = step
         self._leave(step)
@@ -172,7 +184,8 @@ class Run:
         """Ends `step` and hands it to the builder where it is kept."""
         step.end = end
         self.current = None
-        self.number += 1
+        self.number = step.number + 1
+        self.fast.attention = 0
         if self.first_step_end is None:
             self.first_step_end = end
         self._leave(step)

@@ -1,0 +1,43 @@
+"""Compiles `recording/_native.c`. Where that can't be done the wheel is pure Python, and works the same."""
+
+from __future__ import annotations
+
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class NativeBuildHook(BuildHookInterface):
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if sysconfig.get_config_var("Py_GIL_DISABLED"):
+            return  # importing it would switch the GIL on
+        source = Path("src", "otel_dl", "recording", "_native.c")
+        for stale in Path(self.root, source.parent).glob("_native.*.so"):
+            stale.unlink()
+        try:
+            compile_extension(Path(self.root), "otel_dl.recording._native", source)
+        except Exception as error:
+            self.app.display_warning(f"{source} was not compiled, recording is slower: {error}")
+            return
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
+
+
+def compile_extension(root: Path, name: str, source: Path) -> None:
+    """Beside its source, as an editable installation wants it; a wheel takes it from there."""
+    from setuptools import Distribution, Extension
+    from setuptools.command.build_ext import build_ext
+
+    extension = Extension(name, [str(root / source)], extra_compile_args=["-O2"])
+    packages = {"": str(root / "src")}
+    command = build_ext(Distribution({"name": "otel-dl", "ext_modules": [extension], "package_dir": packages}))
+    command.inplace = True
+    with tempfile.TemporaryDirectory() as objects:
+        command.build_temp = objects
+        command.ensure_finalized()
+        command.run()

@@ -1,0 +1,861 @@
+/* The ordinary event of the hot path: what `recording/lane.py` does for it, without a Python frame.
+ *
+ * A Python function that is called a few times a step finds the caches cold: 1-2 us each, whatever it does. Here an
+ * ordinary phase is two clock readings and a tuple. Everything else (a step that begins or ends other than by the next
+ * batch, nested phases, other threads, exceptions, faults) is handed to the Python function that each hook was given,
+ * which alone says what is right; `tests/test_native.py` holds the two against each other.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <structmember.h>
+#include <time.h>
+
+/* Of `recording/records.py::Kind`. */
+enum { NEXT = 1, FORWARD = 4, EVAL_FORWARD = 128 | FORWARD, NEUTRAL_FORWARD = 256 | FORWARD };
+
+static PyObject *str_training, *str_modules, *str_parameters, *str_compiled_call_impl, *str_call_impl, *str_source;
+static PyObject *empty_string, *zero, *copy;
+#ifndef __linux__
+static PyObject *perf_counter_ns;
+#endif
+
+/* The reading of time.perf_counter_ns, -1 with an exception set. */
+static long long
+now(void)
+{
+#ifdef __linux__
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time); /* as Python/pytime.c does on Linux, 3.10 to 3.14 */
+    return (long long)time.tv_sec * 1000000000LL + time.tv_nsec;
+#else
+    PyObject *reading = PyObject_CallNoArgs(perf_counter_ns);
+    if (reading == NULL)
+        return -1;
+    long long value = PyLong_AsLongLong(reading);
+    Py_DECREF(reading);
+    return value;
+#endif
+}
+
+/* Step: the part of `records.Step` that the ordinary step changes. */
+
+typedef struct {
+    PyObject_HEAD
+    long long number, start;
+    long long dropped, segment, seen;
+    char stepped, settled, plain;
+    PyObject *records; /* a list */
+    PyObject *context;
+} Step;
+
+static PyMemberDef step_members[] = {
+    {"number", T_LONGLONG, offsetof(Step, number), 0, NULL},
+    {"start", T_LONGLONG, offsetof(Step, start), 0, NULL},
+    {"dropped", T_LONGLONG, offsetof(Step, dropped), 0, NULL},
+    {"segment", T_LONGLONG, offsetof(Step, segment), 0, NULL},
+    {"seen", T_LONGLONG, offsetof(Step, seen), 0, NULL},
+    {"stepped", T_BOOL, offsetof(Step, stepped), 0, NULL},
+    {"settled", T_BOOL, offsetof(Step, settled), 0, NULL},
+    {"plain", T_BOOL, offsetof(Step, plain), 0, NULL},
+    {"records", T_OBJECT, offsetof(Step, records), 0, NULL},
+    {"context", T_OBJECT, offsetof(Step, context), 0, NULL},
+    {NULL}};
+
+static int
+step_traverse(Step *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->records);
+    Py_VISIT(self->context);
+    return 0;
+}
+
+static int
+step_clear(Step *self)
+{
+    Py_CLEAR(self->records);
+    Py_CLEAR(self->context);
+    return 0;
+}
+
+static void
+step_dealloc(Step *self)
+{
+    PyObject_GC_UnTrack(self);
+    step_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject StepType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native.StepState",
+    .tp_basicsize = sizeof(Step),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_members = step_members,
+    .tp_traverse = (traverseproc)step_traverse,
+    .tp_clear = (inquiry)step_clear,
+    .tp_dealloc = (destructor)step_dealloc,
+};
+
+/* Lane: what a thread has open. */
+
+typedef struct {
+    PyObject_HEAD
+    long kinds;
+    PyObject *step; /* a Step or None */
+} Lane;
+
+static PyMemberDef lane_members[] = {
+    {"kinds", T_LONG, offsetof(Lane, kinds), 0, NULL},
+    {"step", T_OBJECT, offsetof(Lane, step), 0, NULL},
+    {NULL}};
+
+static int
+lane_traverse(Lane *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->step);
+    return 0;
+}
+
+static int
+lane_clear(Lane *self)
+{
+    Py_CLEAR(self->step);
+    return 0;
+}
+
+static void
+lane_dealloc(Lane *self)
+{
+    PyObject_GC_UnTrack(self);
+    lane_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject LaneType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native.LaneState",
+    .tp_basicsize = sizeof(Lane),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_members = lane_members,
+    .tp_traverse = (traverseproc)lane_traverse,
+    .tp_clear = (inquiry)lane_clear,
+    .tp_dealloc = (destructor)lane_dealloc,
+};
+
+/* Source: the part of an iterator's `patches.dataloader.Info` that each batch asks for. */
+
+typedef struct {
+    PyObject_HEAD
+    char alone;
+    long long loader, epoch, fetched;
+    PyObject *batch;
+} Source;
+
+static PyMemberDef source_members[] = {
+    {"alone", T_BOOL, offsetof(Source, alone), 0, NULL},
+    {"loader", T_LONGLONG, offsetof(Source, loader), 0, NULL},
+    {"epoch", T_LONGLONG, offsetof(Source, epoch), 0, NULL},
+    {"fetched", T_LONGLONG, offsetof(Source, fetched), 0, NULL},
+    {"batch", T_OBJECT, offsetof(Source, batch), 0, NULL},
+    {NULL}};
+
+static int
+source_traverse(Source *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->batch);
+    return 0;
+}
+
+static int
+source_clear(Source *self)
+{
+    Py_CLEAR(self->batch);
+    return 0;
+}
+
+static void
+source_dealloc(Source *self)
+{
+    PyObject_GC_UnTrack(self);
+    source_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject SourceType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native.SourceState",
+    .tp_basicsize = sizeof(Source),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_members = source_members,
+    .tp_traverse = (traverseproc)source_traverse,
+    .tp_clear = (inquiry)source_clear,
+    .tp_dealloc = (destructor)source_dealloc,
+};
+
+/* FastPath: the thread whose steps are simply recorded, and how long they may be. One a run. */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *lane; /* a Lane or None */
+    unsigned long thread;
+    PyObject *variable; /* of the OpenTelemetry context; None: nothing is ordinary */
+    PyObject *durations; /* a list: of the ordinary steps since Python looked last */
+    Py_ssize_t capacity;
+    long long limit, attention;
+} FastPath;
+
+static PyObject *
+fastpath_follow(FastPath *self, PyObject *lane)
+{
+    if (lane != Py_None && !PyObject_TypeCheck(lane, &LaneType)) {
+        PyErr_SetString(PyExc_TypeError, "a LaneState or None");
+        return NULL;
+    }
+    Py_INCREF(lane);
+    Py_XSETREF(self->lane, lane);
+    self->thread = PyThread_get_thread_ident();
+    Py_RETURN_NONE;
+}
+
+static int
+fastpath_init(FastPath *self, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"variable", "capacity", NULL};
+    PyObject *variable;
+    Py_ssize_t capacity;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "On", keywords, &variable, &capacity))
+        return -1;
+    if (variable != Py_None && !PyContextVar_CheckExact(variable)) {
+        PyErr_SetString(PyExc_TypeError, "variable: a ContextVar or None");
+        return -1;
+    }
+    Py_INCREF(variable);
+    Py_XSETREF(self->variable, variable);
+    self->capacity = capacity;
+    self->limit = -1;
+    Py_INCREF(Py_None);
+    Py_XSETREF(self->lane, Py_None);
+    return 0;
+}
+
+static PyMemberDef fastpath_members[] = {
+    {"lane", T_OBJECT, offsetof(FastPath, lane), READONLY, NULL},
+    {"durations", T_OBJECT, offsetof(FastPath, durations), 0, NULL},
+    {"limit", T_LONGLONG, offsetof(FastPath, limit), 0, NULL},
+    {"attention", T_LONGLONG, offsetof(FastPath, attention), 0, NULL},
+    {NULL}};
+
+static PyMethodDef fastpath_methods[] = {{"follow", (PyCFunction)fastpath_follow, METH_O, NULL}, {NULL}};
+
+static int
+fastpath_traverse(FastPath *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->lane);
+    Py_VISIT(self->variable);
+    Py_VISIT(self->durations);
+    return 0;
+}
+
+static int
+fastpath_clear(FastPath *self)
+{
+    Py_CLEAR(self->lane);
+    Py_CLEAR(self->variable);
+    Py_CLEAR(self->durations);
+    return 0;
+}
+
+static void
+fastpath_dealloc(FastPath *self)
+{
+    PyObject_GC_UnTrack(self);
+    fastpath_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject FastPathType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native.FastPath",
+    .tp_basicsize = sizeof(FastPath),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)fastpath_init,
+    .tp_members = fastpath_members,
+    .tp_methods = fastpath_methods,
+    .tp_traverse = (traverseproc)fastpath_traverse,
+    .tp_clear = (inquiry)fastpath_clear,
+    .tp_dealloc = (destructor)fastpath_dealloc,
+};
+
+/* The calling thread's lane where it is the one that is followed (borrowed), else NULL. */
+static inline Lane *
+followed(FastPath *fast)
+{
+    if (fast->lane == NULL || fast->lane == Py_None || fast->thread != PyThread_get_thread_ident())
+        return NULL;
+    return (Lane *)fast->lane;
+}
+
+/* The step in which a phase that begins now is simply recorded (borrowed), else NULL. */
+static inline Step *
+ordinary(FastPath *fast, Lane *lane)
+{
+    if (lane->kinds || lane->step == NULL || fast->variable == NULL || fast->variable == Py_None)
+        return NULL;
+    if (!PyObject_TypeCheck(lane->step, &StepType))
+        return NULL;
+    Step *step = (Step *)lane->step;
+    if (!step->settled || step->records == NULL || !PyList_CheckExact(step->records))
+        return NULL;
+    PyObject *context = NULL;
+    if (PyContextVar_Get(fast->variable, NULL, &context) < 0) {
+        PyErr_Clear();
+        return NULL;
+    }
+    int same = context != NULL && context == step->context;
+    Py_XDECREF(context);
+    return same ? step : NULL;
+}
+
+/* Adds (kind, start, end, None, batch) to the step; -1 with an exception set. */
+static int
+add_record(Step *step, PyObject *kind, long long start, long long end, PyObject *batch)
+{
+    PyObject *record = PyTuple_New(5);
+    if (record == NULL)
+        return -1;
+    PyObject *first = PyLong_FromLongLong(start), *last = PyLong_FromLongLong(end);
+    Py_INCREF(kind);
+    Py_INCREF(Py_None);
+    Py_INCREF(batch);
+    PyTuple_SET_ITEM(record, 0, kind);
+    PyTuple_SET_ITEM(record, 1, first);
+    PyTuple_SET_ITEM(record, 2, last);
+    PyTuple_SET_ITEM(record, 3, Py_None);
+    PyTuple_SET_ITEM(record, 4, batch);
+    int failed = first == NULL || last == NULL || PyList_Append(step->records, record) < 0;
+    Py_DECREF(record);
+    return failed ? -1 : 0;
+}
+
+/* Hook: an attribute's stand-in, which binds as a function does. */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *dict;
+    PyObject *weakrefs;
+    FastPath *fast;
+    PyObject *original; /* what stood there */
+    PyObject *recorded; /* the same call, recorded in Python, whatever the case */
+    PyObject *ended; /* (kind, subject, start): the call has returned, out of the ordinary */
+    PyObject *failed; /* (kind, subject, start, exception): an exception left it */
+    PyObject *fault; /* (exception): one of ours */
+    PyObject *kind, *eval_kind, *neutral_kind;
+    PyObject *is_grad_enabled;
+    long kinds;
+    char own; /* Forward: `original` is torch's own */
+    char optimizes; /* Phase: its end makes the step one that stepped */
+} Hook;
+
+/* Takes the exception that is set, as one object whose traceback is its own. */
+static PyObject *
+take_exception(void)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(value, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return value;
+#endif
+}
+
+static void
+put_exception(PyObject *error)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    PyErr_SetRaisedException(error);
+#else
+    PyObject *type = (PyObject *)Py_TYPE(error);
+    Py_INCREF(type);
+    PyErr_Restore(type, error, PyException_GetTraceback(error));
+#endif
+}
+
+/* Our own exception is set: to `fault`, which may raise what a signal handler of the user's raised; -1 then. */
+static int
+own_fault(Hook *hook)
+{
+    PyObject *error = take_exception();
+    PyObject *answer = PyObject_CallOneArg(hook->fault, error);
+    Py_DECREF(error);
+    if (answer == NULL)
+        return -1;
+    Py_DECREF(answer);
+    return 0;
+}
+
+/* The call has failed with the exception that is set, and goes on to do so. */
+static void
+call_failed(Hook *hook, PyObject *kind, PyObject *subject, long long start)
+{
+    PyObject *error = take_exception();
+    PyObject *reading = PyLong_FromLongLong(start);
+    PyObject *answer = NULL;
+    if (reading != NULL)
+        answer = PyObject_CallFunctionObjArgs(hook->failed, kind, subject, reading, error, NULL);
+    Py_XDECREF(reading);
+    if (answer == NULL) { /* a signal handler of the user's raised meanwhile */
+        Py_DECREF(error);
+        return;
+    }
+    Py_DECREF(answer);
+    put_exception(error);
+}
+
+/* The call has returned `result`, and is recorded by Python; the result, or NULL. */
+static PyObject *
+call_ended(Hook *hook, PyObject *kind, PyObject *subject, long long start, PyObject *result)
+{
+    PyObject *reading = PyLong_FromLongLong(start);
+    PyObject *answer = NULL;
+    if (reading != NULL)
+        answer = PyObject_CallFunctionObjArgs(hook->ended, kind, subject, reading, NULL);
+    Py_XDECREF(reading);
+    if (answer == NULL) {
+        Py_DECREF(result);
+        return NULL;
+    }
+    Py_DECREF(answer);
+    return result;
+}
+
+/* `result` of a call that began at `start` as an ordinary phase of `step` (a reference of ours, given back here). */
+static PyObject *
+phase_over(Hook *hook, Lane *lane, Step *step, PyObject *kind, PyObject *subject, long long start, PyObject *result)
+{
+    if (result == NULL) {
+        call_failed(hook, kind, subject, start);
+    } else if (lane->step == (PyObject *)step && step->records != NULL && PyList_CheckExact(step->records)
+               && PyList_GET_SIZE(step->records) < hook->fast->capacity) {
+        lane->kinds = 0;
+        if (hook->optimizes)
+            step->stepped = 1;
+        if (add_record(step, kind, start, now(), Py_None) < 0 && own_fault(hook) < 0)
+            Py_CLEAR(result);
+    } else {
+        result = call_ended(hook, kind, subject, start, result);
+    }
+    Py_DECREF(step);
+    Py_DECREF(lane);
+    return result;
+}
+
+static PyObject *
+phase_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Lane *lane = followed(hook->fast);
+    Step *step = lane == NULL ? NULL : ordinary(hook->fast, lane);
+    if (step == NULL)
+        return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+    PyObject *subject = PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None;
+    Py_INCREF(lane);
+    Py_INCREF(step);
+    lane->kinds = hook->kinds;
+    long long start = now();
+    PyObject *result = PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
+    return phase_over(hook, lane, step, hook->kind, subject, start, result);
+}
+
+/* Whether an attribute of a module, a dict, has entries. */
+static int
+has_entries(PyObject *module, PyObject *name)
+{
+    PyObject *entries = PyObject_GetAttr(module, name);
+    if (entries == NULL)
+        return -1;
+    int some = PyObject_IsTrue(entries);
+    Py_DECREF(entries);
+    return some;
+}
+
+/* Which kind of forward a call of `module` is (borrowed), NULL with an exception set. */
+static PyObject *
+forward_kind(Hook *hook, PyObject *module)
+{
+    int training = has_entries(module, str_training);
+    if (training < 0)
+        return NULL;
+    if (training) {
+        PyObject *answer = PyObject_CallNoArgs(hook->is_grad_enabled);
+        if (answer == NULL)
+            return NULL;
+        training = PyObject_IsTrue(answer);
+        Py_DECREF(answer);
+        if (training < 0)
+            return NULL;
+    }
+    if (!training)
+        return hook->eval_kind;
+    int some = has_entries(module, str_modules);
+    if (some == 0)
+        some = has_entries(module, str_parameters);
+    return some < 0 ? NULL : some ? hook->kind : hook->neutral_kind;
+}
+
+static PyObject *
+forward_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Lane *lane = followed(hook->fast);
+    if (lane == NULL || PyVectorcall_NARGS(nargsf) < 1)
+        return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+    PyObject *module = args[0];
+    if (lane->kinds & FORWARD) {
+        /* A submodule's call, the hot one (hundreds a step). Where torch's own function stands, its two lines are done
+         * here: one frame less (torch/nn/modules/module.py::_wrapped_call_impl, 2.4 to 2.15). */
+        if (hook->own) {
+            PyObject *compiled = PyObject_GetAttr(module, str_compiled_call_impl);
+            if (compiled == Py_None) {
+                Py_DECREF(compiled);
+                return PyObject_VectorcallMethod(str_call_impl, args, nargsf, kwnames);
+            }
+            if (compiled == NULL)
+                PyErr_Clear();
+            Py_XDECREF(compiled);
+        }
+        return PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
+    }
+    Step *step = ordinary(hook->fast, lane);
+    PyObject *kind = step == NULL ? NULL : forward_kind(hook, module);
+    /* Attributes of a module may be anything, and looking at them may have done anything. */
+    if (kind == NULL || lane->step != (PyObject *)step || lane->kinds) {
+        PyErr_Clear();
+        return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+    }
+    Py_INCREF(lane);
+    Py_INCREF(step);
+    lane->kinds = PyLong_AsLong(kind);
+    long long start = now();
+    PyObject *result = PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
+    return phase_over(hook, lane, step, kind, module, start, result);
+}
+
+/* The batch that the iterator returned: (loader, epoch, place, nonce, round, worker, pid, start method). */
+static PyObject *
+batch_of(Source *source)
+{
+    if (!source->alone) {
+        PyObject *batch = source->batch == NULL ? Py_None : source->batch;
+        Py_INCREF(batch);
+        return batch;
+    }
+    PyObject *batch = PyTuple_New(8);
+    if (batch == NULL)
+        return NULL;
+    PyObject *numbers[] = {PyLong_FromLongLong(source->loader), PyLong_FromLongLong(source->epoch),
+                           PyLong_FromLongLong(source->fetched)};
+    PyObject *rest[] = {empty_string, zero, Py_None, zero, empty_string};
+    int failed = 0;
+    for (int i = 0; i < 3; i++) {
+        failed |= numbers[i] == NULL;
+        PyTuple_SET_ITEM(batch, i, numbers[i]);
+    }
+    for (int i = 0; i < 5; i++) {
+        Py_INCREF(rest[i]);
+        PyTuple_SET_ITEM(batch, 3 + i, rest[i]);
+    }
+    if (failed) {
+        Py_DECREF(batch);
+        return NULL;
+    }
+    source->fetched++;
+    return batch;
+}
+
+/* The ordinary step that ends here becomes the next one (`Lane.begin_next` says when); -1 with an exception set. */
+static int
+again(FastPath *fast, Step *step, long long start)
+{
+    if (fast->durations == NULL || !PyList_CheckExact(fast->durations)) {
+        PyErr_SetString(PyExc_TypeError, "FastPath.durations: a list");
+        return -1;
+    }
+    PyObject *duration = PyLong_FromLongLong(start - step->start);
+    if (duration == NULL)
+        return -1;
+    int failed = PyList_Append(fast->durations, duration);
+    Py_DECREF(duration);
+    if (failed < 0)
+        return -1;
+    step->number++;
+    step->start = start;
+    step->stepped = 0;
+    step->dropped = step->segment = step->seen = 0;
+    return PyList_SetSlice(step->records, 0, PyList_GET_SIZE(step->records), NULL);
+}
+
+static PyObject *
+next_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    FastPath *fast = hook->fast;
+    Lane *lane = followed(fast);
+    Step *step = lane == NULL ? NULL : ordinary(fast, lane);
+    if (step == NULL || !step->stepped || !step->plain || step->number + 1 >= fast->attention
+        || PyVectorcall_NARGS(nargsf) != 1 || kwnames != NULL)
+        return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+    PyObject *iterator = args[0];
+    PyObject *source = PyObject_GetAttr(iterator, str_source);
+    long long start = now();
+    if (source == NULL || !PyObject_TypeCheck(source, &SourceType) || start - step->start > fast->limit
+        || lane->step != (PyObject *)step) {
+        PyErr_Clear();
+        Py_XDECREF(source);
+        return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+    }
+    Py_INCREF(lane);
+    Py_INCREF(step);
+    PyObject *result = NULL;
+    if (again(fast, step, start) < 0 && own_fault(hook) < 0)
+        goto done;
+    if (!((Source *)source)->alone) {
+        Py_INCREF(Py_None);
+        Py_XSETREF(((Source *)source)->batch, Py_None);
+    }
+    lane->kinds = NEXT;
+    result = PyObject_Vectorcall(hook->original, args, nargsf, NULL);
+    if (result == NULL) {
+        call_failed(hook, hook->kind, iterator, start);
+    } else if (lane->step == (PyObject *)step && step->records != NULL && PyList_CheckExact(step->records)) {
+        PyObject *batch = batch_of((Source *)source);
+        lane->kinds = 0;
+        if ((batch == NULL || add_record(step, hook->kind, start, now(), batch) < 0) && own_fault(hook) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(batch);
+    } else {
+        result = call_ended(hook, hook->kind, iterator, start, result);
+    }
+done:
+    Py_DECREF(step);
+    Py_DECREF(lane);
+    Py_DECREF(source);
+    return result;
+}
+
+static int
+hook_init(Hook *self, PyObject *args, PyObject *kwargs, vectorcallfunc call)
+{
+    static char *keywords[] = {"fast", "kind", "original", "recorded", "ended", "failed", "fault",
+                               "optimizes", "own", "is_grad_enabled", NULL};
+    PyObject *fast, *kind, *original, *recorded, *ended, *failed, *fault, *is_grad_enabled = Py_None;
+    int optimizes = 0, own = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OOOOO|$ppO", keywords, &FastPathType, &fast, &PyLong_Type,
+                                     &kind, &original, &recorded, &ended, &failed, &fault, &optimizes, &own,
+                                     &is_grad_enabled))
+        return -1;
+#define KEEP(field, value) (Py_INCREF(value), (self)->field = (void *)(value))
+    if (self->fast != NULL) {
+        PyErr_SetString(PyExc_TypeError, "it is made once");
+        return -1;
+    }
+    self->kinds = PyLong_AsLong(kind);
+    if (self->kinds == -1 && PyErr_Occurred())
+        return -1;
+    KEEP(fast, fast);
+    KEEP(kind, kind);
+    KEEP(original, original);
+    KEEP(recorded, recorded);
+    KEEP(ended, ended);
+    KEEP(failed, failed);
+    KEEP(fault, fault);
+    KEEP(is_grad_enabled, is_grad_enabled);
+#undef KEEP
+    self->optimizes = (char)optimizes;
+    self->own = (char)own;
+    self->eval_kind = PyLong_FromLong(EVAL_FORWARD);
+    self->neutral_kind = PyLong_FromLong(NEUTRAL_FORWARD);
+    self->vectorcall = call;
+    return self->eval_kind == NULL || self->neutral_kind == NULL ? -1 : 0;
+}
+
+static int
+phase_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return hook_init((Hook *)self, args, kwargs, (vectorcallfunc)phase_call);
+}
+
+static int
+forward_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return hook_init((Hook *)self, args, kwargs, (vectorcallfunc)forward_call);
+}
+
+static int
+next_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return hook_init((Hook *)self, args, kwargs, (vectorcallfunc)next_call);
+}
+
+/* Before __init__, and of one whose __init__ failed. */
+static PyObject *
+not_made(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    PyErr_SetString(PyExc_TypeError, "a hook that was not initialised");
+    return NULL;
+}
+
+static PyObject *
+hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    Hook *self = (Hook *)type->tp_alloc(type, 0);
+    if (self != NULL)
+        self->vectorcall = not_made;
+    return (PyObject *)self;
+}
+
+static PyObject *
+hook_bind(PyObject *self, PyObject *instance, PyObject *owner)
+{
+    if (instance == NULL || instance == Py_None) {
+        Py_INCREF(self);
+        return self;
+    }
+    return PyMethod_New(self, instance);
+}
+
+/* Pickled as what stood there: what is patched here is not patched where it is read again. */
+static PyObject *
+hook_reduce(Hook *self, PyObject *Py_UNUSED(ignored))
+{
+    return Py_BuildValue("O(O)", copy, self->original); /* a copy of a function is the function */
+}
+
+static PyObject *
+hook_same(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    Py_INCREF(self);
+    return self;
+}
+
+static PyMethodDef hook_methods[] = {{"__reduce__", (PyCFunction)hook_reduce, METH_NOARGS, NULL},
+                                     {"__copy__", hook_same, METH_NOARGS, NULL},
+                                     {"__deepcopy__", hook_same, METH_O, NULL},
+                                     {NULL}};
+
+static PyGetSetDef hook_attributes[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+                                        {NULL}};
+
+static int
+hook_traverse(Hook *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->dict);
+    Py_VISIT(self->fast);
+    Py_VISIT(self->original);
+    Py_VISIT(self->recorded);
+    Py_VISIT(self->ended);
+    Py_VISIT(self->failed);
+    Py_VISIT(self->fault);
+    Py_VISIT(self->is_grad_enabled);
+    return 0;
+}
+
+static int
+hook_clear(Hook *self)
+{
+    self->vectorcall = not_made;
+    Py_CLEAR(self->dict);
+    Py_CLEAR(self->fast);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->recorded);
+    Py_CLEAR(self->ended);
+    Py_CLEAR(self->failed);
+    Py_CLEAR(self->fault);
+    Py_CLEAR(self->kind);
+    Py_CLEAR(self->eval_kind);
+    Py_CLEAR(self->neutral_kind);
+    Py_CLEAR(self->is_grad_enabled);
+    return 0;
+}
+
+static void
+hook_dealloc(Hook *self)
+{
+    PyObject_GC_UnTrack(self);
+    if (self->weakrefs != NULL)
+        PyObject_ClearWeakRefs((PyObject *)self);
+    hook_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+#define HOOK(NAME, INIT)                                                                                              \
+    {                                                                                                                 \
+        PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native." NAME,                                   \
+        .tp_basicsize = sizeof(Hook),                                                                                 \
+        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL                              \
+                    | Py_TPFLAGS_METHOD_DESCRIPTOR,                                                                   \
+        .tp_new = hook_new, .tp_init = INIT, .tp_call = PyVectorcall_Call,                                            \
+        .tp_vectorcall_offset = offsetof(Hook, vectorcall), .tp_dictoffset = offsetof(Hook, dict),                    \
+        .tp_weaklistoffset = offsetof(Hook, weakrefs), .tp_descr_get = hook_bind, .tp_methods = hook_methods,         \
+        .tp_getset = hook_attributes, .tp_traverse = (traverseproc)hook_traverse,                                     \
+        .tp_clear = (inquiry)hook_clear, .tp_dealloc = (destructor)hook_dealloc,                                      \
+    }
+
+static PyTypeObject PhaseType = HOOK("Phase", phase_init);
+static PyTypeObject ForwardType = HOOK("Forward", forward_init);
+static PyTypeObject NextType = HOOK("Next", next_init);
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "otel_dl.recording._native", .m_size = -1};
+
+PyMODINIT_FUNC
+PyInit__native(void)
+{
+    static struct {
+        const char *name;
+        PyTypeObject *type;
+    } types[] = {{"StepState", &StepType}, {"LaneState", &LaneType},       {"SourceState", &SourceType},
+                 {"Phase", &PhaseType},    {"Forward", &ForwardType},      {"Next", &NextType},
+                 {"FastPath", &FastPathType}};
+    static struct {
+        PyObject **name;
+        const char *text;
+    } names[] = {{&str_training, "training"},
+                 {&str_modules, "_modules"},
+                 {&str_parameters, "_parameters"},
+                 {&str_compiled_call_impl, "_compiled_call_impl"},
+                 {&str_call_impl, "_call_impl"},
+                 {&str_source, "_otel_dl"},
+                 {&empty_string, ""}};
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        *names[i].name = PyUnicode_InternFromString(names[i].text);
+        if (*names[i].name == NULL)
+            return NULL;
+    }
+    zero = PyLong_FromLong(0);
+    if (zero == NULL)
+        return NULL;
+    PyObject *copying = PyImport_ImportModule("copy");
+    copy = copying == NULL ? NULL : PyObject_GetAttrString(copying, "copy");
+    Py_XDECREF(copying);
+    if (copy == NULL)
+        return NULL;
+#ifndef __linux__
+    PyObject *time = PyImport_ImportModule("time");
+    perf_counter_ns = time == NULL ? NULL : PyObject_GetAttrString(time, "perf_counter_ns");
+    Py_XDECREF(time);
+    if (perf_counter_ns == NULL)
+        return NULL;
+#endif
+    PyObject *self = PyModule_Create(&module);
+    for (size_t i = 0; self != NULL && i < sizeof(types) / sizeof(types[0]); i++) {
+        if (PyType_Ready(types[i].type) < 0
+            || PyModule_AddObjectRef(self, types[i].name, (PyObject *)types[i].type) < 0)
+            Py_CLEAR(self);
+    }
+    return self;
+}

@@ -1,0 +1,91 @@
+"""The hot path's state, in C where `_native.c` was compiled, and what its hooks need to know of a run.
+
+The hooks of `_native` record the ordinary event themselves and hand everything else to a Python function; without them
+(no C compiler at installation, `OTEL_DL_NATIVE=false`) that function is what stands in the attribute, and the same
+comes out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from otel_dl.recording.lane import Lane
+
+_native: Any = None
+# Importing it into a free-threaded Python would switch the GIL on.
+if getattr(sys, "_is_gil_enabled", lambda: True)():
+    with contextlib.suppress(ImportError):
+        from otel_dl.recording import _native  # type: ignore[no-redef]
+
+hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
+"""`Phase`, `Forward` and `Next` of `_native.c`, or None."""
+
+
+if TYPE_CHECKING or _native is None:
+
+    class StepState:
+        """What the ordinary step changes."""
+
+        number = 0
+        start = 0
+        dropped = 0
+        segment = 0
+        """Index of the record with which the batch in hand began."""
+        seen = 0
+        """Index of the first record of which it is not known yet whether it trains."""
+        stepped = False
+        settled = False
+        """Whether batches bound it, in the thread that steps the optimizers: then its phases are simply recorded."""
+        plain = False
+        """Whether nothing has happened that makes it more than an ordinary step: see `Lane.begin_next`."""
+        records: list[tuple[Any, ...]]
+        context: object = None
+        """The OpenTelemetry context that was current when it had begun."""
+
+    class LaneState:
+        """What a thread has open."""
+
+        __slots__ = ("kinds", "step")
+        kinds: int
+        """The open phases of this thread, one bit a `Kind`."""
+        step: Any
+
+    class SourceState:
+        """What each batch asks of its iterator."""
+
+        __slots__ = ("alone", "batch", "epoch", "fetched", "loader")
+        alone: bool
+        """Whether the main process reads."""
+        loader: int
+        epoch: int
+        fetched: int
+        batch: Any
+        """The batch in hand, a tuple as `records.Batch`."""
+
+    class FastPath:
+        """The thread whose steps are simply recorded, and which of them are ordinary."""
+
+        def __init__(self, variable: ContextVar[Context] | None, capacity: int) -> None:
+            self.lane: Lane | None = None
+            self.durations: list[int] = []
+            """ns that the ordinary steps took since `SlowSteps` looked last: its `new`."""
+            self.limit = -1
+            """A step that takes up to so many ns is certainly not slow."""
+            self.attention = 0
+            """The first step to come that `Run.records_only` has to be asked about."""
+
+        def follow(self, lane: Lane | None) -> None:
+            """The calling thread, whose lane this is, bounds steps from now on; None: nobody does."""
+            self.lane = lane
+
+else:
+    StepState = _native.StepState
+    LaneState = _native.LaneState
+    SourceState = _native.SourceState
+    FastPath = _native.FastPath

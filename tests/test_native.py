@@ -1,0 +1,269 @@
+"""What is recorded in C is what Python would have recorded; and a hook is to everybody the function it stands for."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import shutil
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opentelemetry.instrumentation.utils import suppress_instrumentation
+from support.inprocess import Recorded, recording
+from support.loops import FORMS, LONG, Picky, Points, seed, sgd, train, update
+from support.phases import lines
+from torch import nn
+from torch.utils.data import DataLoader
+
+from otel_dl.recording import native
+from otel_dl.recording.context import variable
+from otel_dl.recording.keep import NeverHead
+from otel_dl.recording.lane import Lane
+from otel_dl.recording.native import FastPath, LaneState, StepState
+
+
+def test_it_is_compiled_where_there_is_a_compiler() -> None:
+    if shutil.which("cc") is None or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("no C compiler, or a Python without the GIL: Python records")
+    assert native.hooks is not None
+
+
+compiled = pytest.mark.skipif(native.hooks is None, reason="nothing is compiled")
+
+
+class Few(NeverHead):
+    """One step in five: so most are ordinary ones, which become one another."""
+
+    def step(self, number: int) -> bool:
+        return number % 5 == 3
+
+    def no_earlier(self, number: int) -> int:
+        return number + (3 - number) % 5
+
+
+def told(recorded: Recorded) -> list[Any]:
+    steps = recorded.named("train.step")
+    assert steps == sorted(steps, key=lambda step: step.start_time)
+    return [
+        *((step.attributes["dl.step"], step.attributes["dl.keep.reason"], step.status.status_code) for step in steps),
+        *lines(recorded.spans, "train.step"),
+        *lines(recorded.spans, "train.eval"),
+        *(
+            (span.attributes.get("dl.batch"), span.attributes.get("dl.epoch"))
+            for span in recorded.spans
+            if span.name == "dataloader.next"
+        ),
+        recorded.run.number,
+    ]
+
+
+@compiled
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in LONG])
+def test_what_few_kept_steps_tell_is_what_they_tell_in_python(name: str) -> None:
+    outcomes: list[list[Any]] = []
+    for in_c in (True, False):
+        with recording(Few(), native=in_c) as recorded:
+            train(FORMS[name])
+        outcomes.append(told(recorded))
+    assert outcomes[0] == outcomes[1]
+
+
+def loop(steps: int, after: Callable[[int], object] = lambda number: None) -> None:
+    seed()
+    model = Picky(6, 3)
+    optimizer = sgd(model)
+    for number, (x, y) in enumerate(DataLoader(Points(4 * steps), batch_size=4)):
+        update(model, optimizer, x, y)
+        after(number)
+
+
+@compiled
+def test_ordinary_phases_never_come_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    with recording(NeverHead()):
+
+        def watch(number: int) -> None:
+            if number != 150:
+                return
+            for name in ("begin", "begin_untrained", "begin_optimizer", "end_optimizer"):
+
+                def watched(self: Any, *args: Any, name: str = name, method: Any = getattr(Lane, name)) -> Any:
+                    asked.append(name)
+                    return method(self, *args)
+
+                monkeypatch.setattr(Lane, name, watched)
+
+        loop(300, watch)
+    assert asked == []
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+def test_an_ordinary_step_that_is_slow_is_kept(in_c: bool) -> None:
+    with recording(NeverHead(), native=in_c) as recorded:
+
+        def stretch(number: int) -> None:
+            if number in (50, 222):  # the rule holds from step 100 on
+                assert recorded.run.current is not None
+                recorded.run.current.start -= 10**9
+
+        loop(300, stretch)
+    kept = [(span.attributes["dl.step"], span.attributes["dl.keep.reason"]) for span in recorded.named("train.step")]
+    assert (222, "slow") in kept
+    assert kept[0] == (0, "warmup")
+    assert 50 not in dict(kept)
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+def test_what_happens_in_an_ordinary_step_takes_it_out_of_the_ordinary(in_c: bool) -> None:
+    seed()
+    model = Picky(6, 3)
+    optimizer = sgd(model)
+    with recording(NeverHead(), native=in_c) as recorded:
+        for number, (x, y) in enumerate(DataLoader(Points(200), batch_size=4)):
+            if number == 20:
+                with pytest.raises(ValueError, match="too large"):
+                    model(x + 1000)
+            if number == 30:
+                with suppress_instrumentation():
+                    model(x)
+            if number == 40:
+                model.eval()(x)
+                model.train()
+            update(model, optimizer, x, y)
+    found = dict(
+        zip(
+            (span.attributes["dl.step"] for span in recorded.named("train.step")),
+            lines(recorded.spans, "train.step"),
+            strict=True,
+        )
+    )
+    assert found[20].startswith("next forward!")
+    assert recorded.run.number == 50
+
+
+@compiled
+class TestAsAFunction:
+    def test_it_is_bound_named_documented_and_has_the_signature(self) -> None:
+        original = nn.Module.__call__
+        with recording():
+            hook = nn.Module.__call__
+            assert hook is not original
+            bound = nn.Linear(2, 2).__call__
+            assert isinstance(bound, types.MethodType)
+            assert bound.__func__ is hook
+            assert inspect.signature(hook) == inspect.signature(original)
+            assert hook.__name__ == original.__name__
+            assert hook.__module__ == original.__module__
+            assert hook.__doc__ == original.__doc__
+            assert inspect.unwrap(hook) is original
+            assert callable(hook)
+            assert weakref.ref(hook)() is hook
+        assert nn.Module.__call__ is original
+
+    def test_it_is_pickled_as_what_it_stands_for_and_copied_as_itself(self) -> None:
+        original = nn.Module.__call__
+        with recording():
+            hook = nn.Module.__call__
+            assert pickle.loads(pickle.dumps(hook)) is original
+            assert copy.copy(hook) is copy.deepcopy(hook) is hook
+
+    def test_keywords_and_wrong_arguments_arrive(self) -> None:
+        class Model(nn.Module):
+            def forward(self, x: int, *, scale: int = 1) -> int:
+                return x * scale
+
+        model = Model()
+        with recording():
+            loop(3)
+            assert model(3, scale=5) == 15
+            assert model(x=3) == 3
+            with pytest.raises(TypeError, match="unexpected keyword argument 'factor'"):
+                model(3, factor=2)
+            call: Any = nn.Module.__call__
+            with pytest.raises(TypeError):
+                call()
+            step: Any = DataLoader(Points(2)).__iter__().__class__.__next__
+            with pytest.raises(TypeError):
+                step()
+            with pytest.raises(TypeError):
+                step(iter(DataLoader(Points(2))), 3)
+
+
+@compiled
+class TestMisuse:
+    def test_state_of_the_wrong_kind_is_refused_or_nothing_is_ordinary(self) -> None:
+        with pytest.raises(TypeError, match="ContextVar"):
+            FastPath("no variable", 16)  # type: ignore[arg-type]
+        fast = FastPath(variable, 16)
+        with pytest.raises(TypeError, match="LaneState"):
+            fast.follow("no lane")  # type: ignore[arg-type]
+        lane = LaneState()
+        fast.follow(lane)  # type: ignore[arg-type]
+        arguments = (fast, 16, lambda: "original", lambda: "in Python", None, None, None)
+        hook = native.hooks.Phase(*arguments)
+        for step in (None, "no step", StepState()):
+            lane.step = step
+            assert hook() == "in Python"
+        lane.step.settled = True
+        assert hook() == "in Python"  # it has no list of records
+        lane.step.records, lane.step.context = [], variable.get() if variable is not None else None
+        assert hook() == "original"
+        assert [record[0] for record in lane.step.records] == [16]
+
+    def test_a_hook_that_was_not_made_or_is_made_twice_says_so(self) -> None:
+        kind = native.hooks.Phase
+        with pytest.raises(TypeError, match="not initialised"):
+            kind.__new__(kind)()
+        with pytest.raises(TypeError):
+            kind(1, 2, 3)
+        fast = FastPath(variable, 16)
+        hook = kind(fast, 16, len, len, len, len, len)
+        with pytest.raises(TypeError, match="once"):
+            hook.__init__(fast, 16, len, len, len, len, len)
+
+
+def references(in_c: bool) -> tuple[list[int], weakref.ref[Any]]:
+    """How many more references there are to what every event touches, after 500 steps more."""
+    seed()
+    model = Picky(6, 3)
+    optimizer = sgd(model)
+    found: list[list[int]] = []
+    with recording(NeverHead(), native=in_c) as recorded:
+        things = (recorded.run.fast, recorded.run.local.lane, model, optimizer, nn.Module.__call__, None, False, "", 0)
+        for _ in range(3):
+            for number, (x, y) in enumerate(DataLoader(Points(2_000), batch_size=4)):
+                if number % 50 == 7:
+                    with pytest.raises(ValueError, match="too large"):
+                        model(x + 1000)
+                update(model, optimizer, x, y)
+            gc.collect()
+            found.append([sys.getrefcount(thing) for thing in things])
+    return [after - before for before, after in zip(*found[1:], strict=True)], weakref.ref(recorded.run)
+
+
+@compiled
+def test_no_reference_is_lost_and_nothing_is_kept_alive() -> None:
+    in_python, _ = references(in_c=False)
+    in_c, run = references(in_c=True)
+    # Kept steps (those that failed) hold some; one too many in any of 2,500 events would be hundreds.
+    assert all(abs(one - other) < 50 for one, other in zip(in_c, in_python, strict=True)), (in_c, in_python)
+    gc.collect()
+    assert run() is None
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+def test_a_thread_that_does_not_train_is_not_taken_for_the_one_that_does(in_c: bool) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    other = nn.Linear(6, 3)
+    with ThreadPoolExecutor(1) as pool, recording(native=in_c) as recorded:
+        loop(20, lambda number: pool.submit(other, torch.randn(1, 6)).result().sum().item())
+    assert set(lines(recorded.spans, "train.step")) == {"next zero_grad forward backward optimizer"}
