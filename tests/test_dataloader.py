@@ -23,6 +23,9 @@ from otel_dl.patches import dataloader as patch_dataloader
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.dataloader import Info, Loaders
 from otel_dl.recording import ids
+from otel_dl.recording.keep import NeverHead
+from otel_dl.recording.run import Run
+from otel_dl.settings import Settings
 from otel_dl.viewing.reading import Span
 
 METHODS = ("none", "fork", "spawn", "forkserver")
@@ -298,7 +301,8 @@ def is_told_the_worker(self: Any, data: Any, worker_idx: int) -> Any:
 
 @pytest.mark.parametrize("form", [counts_itself, is_told_nothing, is_told_the_worker])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_batch_and_worker_are_known_in_each_form_of_torchs_iterator(form: Any, in_order: bool) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["C", "Python"])
+def test_batch_and_worker_are_known_in_each_form_of_torchs_iterator(form: Any, in_order: bool, native: bool) -> None:
     """Stand-ins for iterators of other versions: seven batches for three workers; out of order the last comes first."""
 
     class Iterator:
@@ -326,7 +330,7 @@ def test_batch_and_worker_are_known_in_each_form_of_torchs_iterator(form: Any, i
             return self._process_data(data, worker) if form is is_told_the_worker else self._process_data(data)
 
     patches = Patches("test")
-    patch_dataloader._install_returned(patches, Iterator)
+    patch_dataloader._install_returned(Run(Settings(native=native), NeverHead()), patches, Iterator)
     if not in_order:
         patch_dataloader._watch_order(patches, Iterator)()
     iterator: Any = Iterator()

@@ -94,12 +94,7 @@ def test_ordinary_phases_never_come_to_python(monkeypatch: pytest.MonkeyPatch) -
             if number != 150:
                 return
             for name in ("begin", "begin_untrained", "begin_optimizer", "end_optimizer"):
-
-                def watched(self: Any, *args: Any, name: str = name, method: Any = getattr(Lane, name)) -> Any:
-                    asked.append(name)
-                    return method(self, *args)
-
-                monkeypatch.setattr(Lane, name, watched)
+                monkeypatch.setattr(Lane, name, lambda self, *args, name=name: asked.append(name) or 0)
 
         loop(300, watch)
     assert asked == []

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches, guard
-from otel_dl.patches.recorder import recorder
+from otel_dl.patches.recorder import compiled, recorder
 from otel_dl.recording.lane import NEXT
 from otel_dl.recording.native import SourceState
 from otel_dl.workers.carrier import Carrier
@@ -64,18 +64,15 @@ class Loaders:
 class Info(SourceState):
     """What is known of an iterator in its present epoch."""
 
-    __slots__ = ("in_order", "last", "method", "nonce", "pids", "round", "workers")
+    __slots__ = ("workers",)
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
-        """Empty where no worker was given one: such a batch has no trace of its own."""
         self.alone = False
         self.loader = self.epoch = 0
         self.round = 0
-        """Epochs of this iterator before this one, where its workers live on."""
         self.fetched = 0
         self.last = 0
-        """Index of the batch that the data queue gave last."""
         self.in_order = True
         self.pids: tuple[int, ...] = ()
         self.method = ""
@@ -228,10 +225,10 @@ def _install_workers(
 
     patches.replace(several, "__init__", __init__)
     patches.replace(worker, "_worker_loop", WorkerLoop(worker._worker_loop, run, relay, starting))
-    _install_returned(patches, several)
+    _install_returned(run, patches, several)
 
 
-def _install_returned(patches: Patches, several: Any) -> None:
+def _install_returned(run: Run, patches: Patches, several: Any) -> None:
     original_process = _method(several, "_process_data")
     original_put = _method(several, "_try_put_index")
     # Three forms between 2.4 and 2.15: it counts the next index itself; its caller has done so before; and it is given
@@ -261,6 +258,11 @@ def _install_returned(patches: Patches, several: Any) -> None:
             info.workers[before] = self._task_info[before][0]
         return result
 
+    form = compiled(run, "Returned") if told and ahead else None
+    if form is not None:
+        hook = form(run.fast, NEXT, original_process, original_process, None, None, patches.fault)
+        patches.replace(several, "_process_data", functools.update_wrapper(hook, original_process))
+        return
     patches.replace(several, "_process_data", _process_data)
     if not told:
         patches.replace(several, "_try_put_index", _try_put_index)

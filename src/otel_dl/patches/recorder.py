@@ -35,6 +35,11 @@ class Event(Protocol):
     def fail(self, lane: Lane, kind: int, subject: Any, start: int, error: BaseException) -> None: ...
 
 
+def compiled(run: Run, form: str) -> Callable[..., Any] | None:
+    """The hook of this name, where there is C and `run` wants it."""
+    return getattr(native.hooks, form) if native.hooks is not None and run.settings.native else None
+
+
 def recorder(
     run: Run, patches: Patches, event: Event, original: Callable[..., Any], form: str, **options: Any
 ) -> Callable[..., Any]:
@@ -74,9 +79,8 @@ def recorder(
         ended(kind, subject, start)
         return result
 
-    if native.hooks is None or not run.settings.native:
+    in_c = compiled(run, form)
+    if in_c is None:
         return recorded
-    hook: Callable[..., Any] = getattr(native.hooks, form)(
-        run.fast, event.kind, original, recorded, ended, failed, patches.fault, **options
-    )
+    hook = in_c(run.fast, event.kind, original, recorded, ended, failed, patches.fault, **options)
     return functools.update_wrapper(hook, original)

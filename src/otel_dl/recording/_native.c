@@ -15,7 +15,8 @@
 /* Of `recording/records.py::Kind`. */
 enum { NEXT = 1, FORWARD = 4, EVAL_FORWARD = 128 | FORWARD, NEUTRAL_FORWARD = 256 | FORWARD };
 
-static PyObject *str_training, *str_modules, *str_parameters, *str_compiled_call_impl, *str_call_impl, *str_source;
+static PyObject *str_training, *str_modules, *str_parameters, *str_compiled_call_impl, *str_call_impl, *str_source,
+    *str_rcvd_idx;
 static PyObject *empty_string, *zero, *copy;
 #ifndef __linux__
 static PyObject *perf_counter_ns;
@@ -148,9 +149,9 @@ static PyTypeObject LaneType = {
 
 typedef struct {
     PyObject_HEAD
-    char alone;
-    long long loader, epoch, fetched;
-    PyObject *batch;
+    char alone, in_order;
+    long long loader, epoch, fetched, round, last;
+    PyObject *batch, *nonce, *pids, *method;
 } Source;
 
 static PyMemberDef source_members[] = {
@@ -158,13 +159,22 @@ static PyMemberDef source_members[] = {
     {"loader", T_LONGLONG, offsetof(Source, loader), 0, NULL},
     {"epoch", T_LONGLONG, offsetof(Source, epoch), 0, NULL},
     {"fetched", T_LONGLONG, offsetof(Source, fetched), 0, NULL},
+    {"in_order", T_BOOL, offsetof(Source, in_order), 0, NULL},
+    {"round", T_LONGLONG, offsetof(Source, round), 0, NULL},
+    {"last", T_LONGLONG, offsetof(Source, last), 0, NULL},
     {"batch", T_OBJECT, offsetof(Source, batch), 0, NULL},
+    {"nonce", T_OBJECT, offsetof(Source, nonce), 0, NULL},
+    {"pids", T_OBJECT, offsetof(Source, pids), 0, NULL},
+    {"method", T_OBJECT, offsetof(Source, method), 0, NULL},
     {NULL}};
 
 static int
 source_traverse(Source *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->batch);
+    Py_VISIT(self->nonce);
+    Py_VISIT(self->pids);
+    Py_VISIT(self->method);
     return 0;
 }
 
@@ -172,6 +182,9 @@ static int
 source_clear(Source *self)
 {
     Py_CLEAR(self->batch);
+    Py_CLEAR(self->nonce);
+    Py_CLEAR(self->pids);
+    Py_CLEAR(self->method);
     return 0;
 }
 
@@ -547,35 +560,38 @@ forward_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames
     return phase_over(hook, lane, step, kind, module, start, result);
 }
 
-/* The batch that the iterator returned: (loader, epoch, place, nonce, round, worker, pid, start method). */
+/* (loader, epoch, place, nonce, round, worker, pid, start method): a `records.Batch`. */
 static PyObject *
-batch_of(Source *source)
+batch_tuple(Source *source, long long place, PyObject *nonce, long long round, PyObject *worker, PyObject *pid,
+            PyObject *method)
 {
-    if (!source->alone) {
-        PyObject *batch = source->batch == NULL ? Py_None : source->batch;
-        Py_INCREF(batch);
-        return batch;
-    }
     PyObject *batch = PyTuple_New(8);
     if (batch == NULL)
         return NULL;
     PyObject *numbers[] = {PyLong_FromLongLong(source->loader), PyLong_FromLongLong(source->epoch),
-                           PyLong_FromLongLong(source->fetched)};
-    PyObject *rest[] = {empty_string, zero, Py_None, zero, empty_string};
+                           PyLong_FromLongLong(place), PyLong_FromLongLong(round)};
+    PyObject *others[] = {nonce, worker, pid, method};
+    static const int places[] = {0, 1, 2, 4}, other_places[] = {3, 5, 6, 7};
     int failed = 0;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         failed |= numbers[i] == NULL;
-        PyTuple_SET_ITEM(batch, i, numbers[i]);
+        PyTuple_SET_ITEM(batch, places[i], numbers[i]);
+        Py_INCREF(others[i]);
+        PyTuple_SET_ITEM(batch, other_places[i], others[i]);
     }
-    for (int i = 0; i < 5; i++) {
-        Py_INCREF(rest[i]);
-        PyTuple_SET_ITEM(batch, 3 + i, rest[i]);
-    }
-    if (failed) {
-        Py_DECREF(batch);
-        return NULL;
-    }
-    source->fetched++;
+    if (failed)
+        Py_CLEAR(batch);
+    return batch;
+}
+
+/* The batch that the iterator returned. */
+static PyObject *
+batch_of(Source *source)
+{
+    if (source->alone)
+        return batch_tuple(source, source->fetched++, empty_string, 0, Py_None, zero, empty_string);
+    PyObject *batch = source->batch == NULL ? Py_None : source->batch;
+    Py_INCREF(batch);
     return batch;
 }
 
@@ -648,6 +664,37 @@ done:
     return result;
 }
 
+/* `_process_data(iterator, data, worker)` of torch 2.8 and newer: notes whose the batch is that `next()` returns. */
+static PyObject *
+returned_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    if (PyVectorcall_NARGS(nargsf) == 3 && PyLong_Check(args[2])) {
+        PyObject *found = PyObject_GetAttr(args[0], str_source);
+        if (found != NULL && PyObject_TypeCheck(found, &SourceType)) {
+            Source *source = (Source *)found;
+            Py_ssize_t number = PyLong_AsSsize_t(args[2]);
+            if (source->pids != NULL && PyTuple_CheckExact(source->pids) && number >= 0
+                && number < PyTuple_GET_SIZE(source->pids) && source->nonce != NULL && source->method != NULL) {
+                long long place = source->last;
+                if (source->in_order) {
+                    PyObject *received = PyObject_GetAttr(args[0], str_rcvd_idx);
+                    place = received == NULL ? -1 : PyLong_AsLongLong(received) - 1; /* its caller has counted it */
+                    Py_XDECREF(received);
+                }
+                if (!PyErr_Occurred()) {
+                    PyObject *batch = batch_tuple(source, place, source->nonce, source->round, args[2],
+                                                  PyTuple_GET_ITEM(source->pids, number), source->method);
+                    Py_XSETREF(source->batch, batch);
+                }
+            }
+        }
+        Py_XDECREF(found);
+        if (PyErr_Occurred() && own_fault(hook) < 0)
+            return NULL;
+    }
+    return PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
+}
+
 static int
 hook_init(Hook *self, PyObject *args, PyObject *kwargs, vectorcallfunc call)
 {
@@ -694,6 +741,12 @@ static int
 forward_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     return hook_init((Hook *)self, args, kwargs, (vectorcallfunc)forward_call);
+}
+
+static int
+returned_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return hook_init((Hook *)self, args, kwargs, (vectorcallfunc)returned_call);
 }
 
 static int
@@ -809,6 +862,7 @@ hook_dealloc(Hook *self)
 static PyTypeObject PhaseType = HOOK("Phase", phase_init);
 static PyTypeObject ForwardType = HOOK("Forward", forward_init);
 static PyTypeObject NextType = HOOK("Next", next_init);
+static PyTypeObject ReturnedType = HOOK("Returned", returned_init);
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "otel_dl.recording._native", .m_size = -1};
 
@@ -820,7 +874,7 @@ PyInit__native(void)
         PyTypeObject *type;
     } types[] = {{"StepState", &StepType}, {"LaneState", &LaneType},       {"SourceState", &SourceType},
                  {"Phase", &PhaseType},    {"Forward", &ForwardType},      {"Next", &NextType},
-                 {"FastPath", &FastPathType}};
+                 {"FastPath", &FastPathType}, {"Returned", &ReturnedType}};
     static struct {
         PyObject **name;
         const char *text;
@@ -830,6 +884,7 @@ PyInit__native(void)
                  {&str_compiled_call_impl, "_compiled_call_impl"},
                  {&str_call_impl, "_call_impl"},
                  {&str_source, "_otel_dl"},
+                 {&str_rcvd_idx, "_rcvd_idx"},
                  {&empty_string, ""}};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         *names[i].name = PyUnicode_InternFromString(names[i].text);

@@ -24,7 +24,7 @@ if getattr(sys, "_is_gil_enabled", lambda: True)():
         from otel_dl.recording import _native  # type: ignore[no-redef]
 
 hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
-"""`Phase`, `Forward` and `Next` of `_native.c`, or None."""
+"""`Phase`, `Forward`, `Next` and `Returned` of `_native.c`, or None."""
 
 
 if TYPE_CHECKING or _native is None:
@@ -59,12 +59,33 @@ if TYPE_CHECKING or _native is None:
     class SourceState:
         """What each batch asks of its iterator."""
 
-        __slots__ = ("alone", "batch", "epoch", "fetched", "loader")
+        __slots__ = (
+            "alone",
+            "batch",
+            "epoch",
+            "fetched",
+            "in_order",
+            "last",
+            "loader",
+            "method",
+            "nonce",
+            "pids",
+            "round",
+        )
         alone: bool
         """Whether the main process reads."""
         loader: int
         epoch: int
         fetched: int
+        round: int
+        """Epochs of this iterator before this one, where its workers live on."""
+        in_order: bool
+        last: int
+        """Index of the batch that the data queue gave last."""
+        nonce: str
+        """Empty where no worker was given one: such a batch has no trace of its own."""
+        pids: tuple[int, ...]
+        method: str
         batch: Any
         """The batch in hand, a tuple as `records.Batch`."""
 
