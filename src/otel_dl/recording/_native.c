@@ -9,6 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <structmember.h>
 #include <time.h>
 
@@ -217,7 +218,36 @@ typedef struct {
     PyObject *durations; /* a list: of the ordinary steps since Python looked last */
     Py_ssize_t capacity;
     long long limit, attention;
+    int64_t *step_word, *phase_block; /* in the status page (`forensics/layout.py`); NULL: there is none */
+    int64_t check;
 } FastPath;
+
+/* write(address, step, phases, check): the status page that is mapped at `address`, 0 for none, has the number of the
+ * step at offset `step` and the outermost phase at offset `phases`. */
+static PyObject *
+fastpath_write(FastPath *self, PyObject *args)
+{
+    unsigned long long address, step, phases;
+    long long check;
+    if (!PyArg_ParseTuple(args, "KKKL", &address, &step, &phases, &check))
+        return NULL;
+    self->step_word = address ? (int64_t *)(uintptr_t)(address + step) : NULL;
+    self->phase_block = address ? (int64_t *)(uintptr_t)(address + phases) : NULL;
+    self->check = check;
+    Py_RETURN_NONE;
+}
+
+/* In the page: the outermost phase is of this kind since `instant`; 0: none is open since then. */
+static inline void
+page_phase(FastPath *self, int64_t kind, int64_t instant)
+{
+    volatile int64_t *block = self->phase_block; /* the stores stay three, in this order */
+    if (block != NULL) {
+        block[0] = kind;
+        block[1] = instant;
+        block[2] = kind ^ instant ^ self->check;
+    }
+}
 
 static PyObject *
 fastpath_follow(FastPath *self, PyObject *lane)
@@ -260,7 +290,9 @@ static PyMemberDef fastpath_members[] = {
     {"attention", T_LONGLONG, offsetof(FastPath, attention), 0, NULL},
     {NULL}};
 
-static PyMethodDef fastpath_methods[] = {{"follow", (PyCFunction)fastpath_follow, METH_O, NULL}, {NULL}};
+static PyMethodDef fastpath_methods[] = {{"follow", (PyCFunction)fastpath_follow, METH_O, NULL},
+                                        {"write", (PyCFunction)fastpath_write, METH_VARARGS, NULL},
+                                        {NULL}};
 
 static int
 fastpath_traverse(FastPath *self, visitproc visit, void *arg)
@@ -458,10 +490,12 @@ phase_over(Hook *hook, Lane *lane, Step *step, PyObject *kind, PyObject *subject
         call_failed(hook, kind, subject, start);
     } else if (lane->step == (PyObject *)step && step->records != NULL && PyList_CheckExact(step->records)
                && PyList_GET_SIZE(step->records) < hook->fast->capacity) {
+        long long end = now();
         lane->kinds = 0;
         if (hook->optimizes)
             step->stepped = 1;
-        if (add_record(step, kind, start, now(), Py_None) < 0 && own_fault(hook) < 0)
+        page_phase(hook->fast, 0, end);
+        if (add_record(step, kind, start, end, Py_None) < 0 && own_fault(hook) < 0)
             Py_CLEAR(result);
     } else {
         result = call_ended(hook, kind, subject, start, result);
@@ -483,6 +517,7 @@ phase_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
     Py_INCREF(step);
     lane->kinds = hook->kinds;
     long long start = now();
+    page_phase(hook->fast, hook->kinds, start);
     PyObject *result = PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
     return phase_over(hook, lane, step, hook->kind, subject, start, result);
 }
@@ -556,6 +591,7 @@ forward_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames
     Py_INCREF(step);
     lane->kinds = PyLong_AsLong(kind);
     long long start = now();
+    page_phase(hook->fast, lane->kinds, start);
     PyObject *result = PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
     return phase_over(hook, lane, step, kind, module, start, result);
 }
@@ -611,6 +647,8 @@ again(FastPath *fast, Step *step, long long start)
     if (failed < 0)
         return -1;
     step->number++;
+    if (fast->step_word != NULL)
+        *fast->step_word = step->number;
     step->start = start;
     step->stepped = 0;
     step->dropped = step->segment = step->seen = 0;
@@ -645,13 +683,16 @@ next_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
         Py_XSETREF(((Source *)source)->batch, Py_None);
     }
     lane->kinds = NEXT;
+    page_phase(fast, NEXT, start);
     result = PyObject_Vectorcall(hook->original, args, nargsf, NULL);
     if (result == NULL) {
         call_failed(hook, hook->kind, iterator, start);
     } else if (lane->step == (PyObject *)step && step->records != NULL && PyList_CheckExact(step->records)) {
         PyObject *batch = batch_of((Source *)source);
+        long long end = now();
         lane->kinds = 0;
-        if ((batch == NULL || add_record(step, hook->kind, start, now(), batch) < 0) && own_fault(hook) < 0)
+        page_phase(fast, 0, end);
+        if ((batch == NULL || add_record(step, hook->kind, start, end, batch) < 0) && own_fault(hook) < 0)
             Py_CLEAR(result);
         Py_XDECREF(batch);
     } else {

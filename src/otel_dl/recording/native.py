@@ -105,6 +105,10 @@ if TYPE_CHECKING or _native is None:
             """The calling thread, whose lane this is, bounds steps from now on; None: nobody does."""
             self.lane = lane
 
+        def write(self, address: int, step: int, phases: int, check: int) -> None:
+            """What is recorded in C is said in the status page that is mapped at `address` (0: in none), at these
+            offsets of its layout."""
+
 else:
     StepState = _native.StepState
     LaneState = _native.LaneState
