@@ -1,13 +1,12 @@
-"""ns that a batch costs more: without workers, with one worker, and what a worker itself does for a fetch.
+"""ns that a batch costs more: without workers, with one worker, and in that worker.
 
 Each batch is made a step of its own, as an optimizer would make it; so the beginning and end of one are in what is
-added, and so is reading what the worker reports.
+added, and so is reading what the worker reports. A worker tells its CPU time in what it reads.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import time
 
 import torch
 from _measure import Sample, added, interleaved, machine, spread, timed
@@ -15,27 +14,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from otel_dl.patches import dataloader
 from otel_dl.patches._patching import Patches
-from otel_dl.recording.keep import AdaptiveHead, NeverHead
+from otel_dl.recording.keep import NeverHead
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
-from otel_dl.workers.carrier import Carrier
-from otel_dl.workers.loop import Worker
 from otel_dl.workers.relay import Relay
-from otel_dl.workers.writer import Writer
 
 ROUNDS = 41
 BATCHES = 1_000
 
-item = 0
-"""No tensor: passing one on costs hundreds of microseconds, and its noise would hide what is measured."""
-
 
 class Items(Dataset[int]):
+    """No tensors: passing one on costs hundreds of microseconds, and its noise would hide what is measured."""
+
     def __len__(self) -> int:
         return BATCHES
 
     def __getitem__(self, index: int) -> int:
-        return item
+        return time.process_time_ns()
 
 
 def same(items: list[int]) -> int:
@@ -51,6 +46,8 @@ class Case:
         self._patched = patched
         self._run = Run(Settings(), NeverHead())
         self._relay = Relay(self._run)
+        self.worker: list[float] = []
+        """ns of CPU time a batch where the batches are read, one value a round."""
 
     def __call__(self) -> Sample:
         patches = Patches("dataloader")
@@ -61,57 +58,39 @@ class Case:
             lane = self._run.local.lane
             self._run.stepper = lane
 
-            def step() -> None:
-                next(batches)
+            def step() -> int:
+                used = next(batches)
                 if lane.step is not None:
                     lane.step.stepped = True
+                return used
 
-            step()
+            first = last = step()
 
             def epoch() -> None:
+                nonlocal last
                 for count in range(1, BATCHES):
-                    step()
+                    last = step()
                     if count % 100 == 0:
                         self._relay.drain()  # in a run the builder does
 
             sample = timed(epoch, 1)
             for _ in batches:
                 pass
+            self.worker.append((last - first) / (BATCHES - 1))
             return Sample(sample.wall / (BATCHES - 1), sample.cpu / (BATCHES - 1))
         finally:
             self._run.finish()
             patches.restore()
 
 
-def fetches() -> list[float]:
-    """What a worker does for each fetch beside torch's own loop."""
-    run = Run(Settings(), AdaptiveHead())
-    relay = Relay(run)
-    (descriptor,) = relay.open("0" * 32, 1)
-    assert descriptor is not None
-    worker = Worker(Carrier.make(run, "0" * 32), 0, Writer(os.dup(descriptor)))
-    costs: list[float] = []
-    for _ in range(ROUNDS):
-        messages = iter([(index, item) for index in range(500)])
-
-        def fetch(messages: object = messages) -> None:
-            message = next(messages)  # type: ignore[call-overload]
-            worker.received(message)
-            worker.answers(message)
-
-        costs.append(timed(fetch, 500).wall)
-        relay.drain()
-    relay.close()
-    return costs
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(machine())
     for workers in (0, 1):
-        cases: dict[str, Callable[[], Sample]] = {
-            f"{workers} workers": Case(workers, patched=False),
-            f"{workers} workers, recorded": Case(workers, patched=True),
-        }
-        added(interleaved(cases, ROUNDS), f"{workers} workers")
-    print(f"{'a fetch in the worker':34} {spread(fetches())!s:>30}")
+        bare, recorded = Case(workers, patched=False), Case(workers, patched=True)
+        added(
+            interleaved({f"{workers} workers": bare, f"{workers} workers, recorded": recorded}, ROUNDS),
+            f"{workers} workers",
+        )
+    pairs = zip(recorded.worker, bare.worker, strict=True)
+    print(f"{'added to a fetch in the worker, CPU':64}{spread([one - other for one, other in pairs])!s:>30}")
