@@ -19,6 +19,7 @@ from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.records import Evaluation, Step
+from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
 
@@ -68,6 +69,8 @@ class Run:
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
         self.started = False
+        self.status = Status()
+        """Where the thread that bounds steps says what it does now; `start` puts the page there."""
         self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
         """Batches that other threads read while no step was open; the next one takes them."""
         self._handed_out: Step | None = None
