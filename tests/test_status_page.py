@@ -10,14 +10,16 @@ import pytest
 
 from otel_dl.forensics import layout, reader, writer
 from otel_dl.forensics.reader import Page
+from otel_dl.forensics.samples import ranges
 from otel_dl.forensics.writer import StatusPage
+from otel_dl.recording.identity import Identity
 from otel_dl.recording.records import Kind
 
 BACKWARD, FORWARD = int(Kind.BACKWARD), int(Kind.FORWARD)
 
 
 def page(path: Path, worker: int = -1) -> StatusPage:
-    writer.create(str(path), run="a-run", host=os.uname().nodename, rank=3, worker=worker, parent=17, nonce="n" * 32)
+    writer.create(str(path), Identity("a-run", 0, 3, 0, 4), worker=worker, parent=17, nonce="n" * 32)
     return StatusPage(str(path))
 
 
@@ -46,7 +48,7 @@ def test_who_writes_and_what_is_open_stands_in_the_page(path: Path) -> None:
     assert (found.pid, found.rank, found.worker, found.run, found.step) == (os.getpid(), 3, None, "a-run", 7)
     assert [(phase.name, phase.start) for phase in found.phases or ()] == [("backward", 100), ("forward", 130)]
     assert found.batch is not None
-    assert (found.batch.round, found.batch.index) == (2, 5)
+    assert (found.batch.round, found.batch.place) == (2, 5)
     assert found.alive()
     status.pop(140)
     status.pop(150)
@@ -84,7 +86,7 @@ def test_a_worker_says_which_samples_it_has_in_hand_and_how_it_spent_its_time(pa
     status.fetching(1, 20, began + 102, list(range(10_000)))
     found = read(path)
     assert found.batch is not None
-    assert (found.batch.count, found.batch.samples) == (10_000, tuple(range(layout.SAMPLES_MOST)))
+    assert (found.batch.size, found.batch.samples) == (10_000, tuple(range(layout.SAMPLES_MOST)))
 
 
 @pytest.mark.parametrize("samples", [[None, None], [object()], [2**70], [[1, 2], [3]], [1.5]])
@@ -92,7 +94,7 @@ def test_samples_that_are_no_indices_are_not_known(samples: list[object], path: 
     page(path, worker=0).fetching(0, 0, 1, samples)
     found = read(path)
     assert found.batch is not None
-    assert (found.batch.count, found.batch.samples) == (len(samples), ())
+    assert (found.batch.size, found.batch.samples) == (len(samples), ())
 
 
 def test_a_block_that_was_torn_is_not_known(path: Path) -> None:
@@ -139,12 +141,12 @@ def test_a_page_outlives_the_death_of_its_writer(end: signal.Signals, path: Path
 
 
 def test_ranges() -> None:
-    assert reader.ranges(()) == ""
-    assert reader.ranges((7, 1, 2, 3)) == "1-3,7"
-    assert reader.ranges((1, 2), count=9) == "1-2,…"
-    long = reader.ranges(tuple(range(0, 1000, 2)))
+    assert ranges(()) == ""
+    assert ranges((7, 1, 2, 3)) == "1-3,7"
+    assert ranges((1, 2), count=9) == "1-2,…"
+    long = ranges(tuple(range(0, 1000, 2)))
     assert len(long) <= 256
     assert long.startswith("0,2,4,")
     assert long.endswith(",…")
-    assert reader.ranges("a,b") == "a,b"
-    assert len(reader.ranges("abc," * 200)) <= 256
+    assert ranges("a,b") == "a,b"
+    assert len(ranges("abc," * 200)) <= 256

@@ -28,12 +28,13 @@ class Phase(NamedTuple):
 
 class Batch(NamedTuple):
     """The batch that was taken in hand last. `round` is the epoch in a training process, in a worker the epochs of its
-    iterator before this one; `samples` the first of them, empty where they are not known."""
+    iterator before this one, `place` the number of the batch in it; `samples` are the first of its `size` samples,
+    empty where they are not known."""
 
     round: int
-    index: int
+    place: int
     start: int
-    count: int
+    size: int
     samples: tuple[int, ...] | str
 
 
@@ -41,7 +42,7 @@ class Done(NamedTuple):
     """A worker's last fetch that was finished, and its sums until then (ns)."""
 
     round: int
-    index: int
+    place: int
     end: int
     fetches: int
     busy: int
@@ -94,7 +95,7 @@ class Page(NamedTuple):
 
 def read(path: str) -> Page | None:
     """The page at `path`; None where there is none, or not one that this version knows."""
-    former = b""
+    data = former = b""
     with contextlib.suppress(OSError):
         for _ in range(_LOOKS):
             with open(path, "rb", buffering=0) as file:
@@ -102,12 +103,11 @@ def read(path: str) -> Page | None:
             if data == former:
                 break
             former = data
-        return decode(data, path)
-    return None
+    return decode(data, path)
 
 
 def read_all(directory: Path) -> list[Page]:
-    """The pages directly in `directory`, by rank, the training process first; raises OSError where it can't be listed."""
+    """The pages directly in `directory`, by rank, the training process first; OSError where it can't be listed."""
     pages = [read(str(path)) for path in directory.iterdir() if path.suffix == SUFFIX]
     return sorted(
         (page for page in pages if page is not None),
@@ -188,26 +188,3 @@ def _batch(data: bytes) -> Batch | None:
 
 def _text(data: bytes) -> str:
     return data.partition(b"\0")[0].decode("utf-8", "replace")
-
-
-def ranges(samples: tuple[int, ...] | str, count: int = 0, most: int = 256) -> str:
-    """`samples` as ranges ("3,5-9"), of `most` characters at most; of `count` in all. "…" stands for those left out."""
-    if isinstance(samples, str):
-        left_out = samples.count(",") + 1 < count
-        return samples if len(samples) <= most and not left_out else samples[: most - 2].rpartition(",")[0] + ",…"
-    parts: list[str] = []
-    first = last = None
-    for sample in (*sorted(set(samples)), None):
-        if last is not None and sample == last + 1:
-            last = sample
-            continue
-        if first is not None:
-            parts.append(str(first) if first == last else f"{first}-{last}")
-        first = last = sample
-    whole = ",".join(parts)
-    if len(whole) <= most and len(samples) >= count:
-        return whole
-    while parts and len(whole) > most - 2:
-        parts.pop()
-        whole = ",".join(parts)
-    return f"{whole},…"

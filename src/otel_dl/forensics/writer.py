@@ -13,10 +13,12 @@ import os
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 from zlib import crc32
 
 from otel_dl.forensics import layout
+from otel_dl.forensics.samples import ranges
+from otel_dl.recording.identity import Identity
 from otel_dl.recording.records import clock
 from otel_dl.recording.status import Status
 
@@ -30,17 +32,18 @@ _phase = layout.PHASE_STRUCT.pack_into
 _number = layout.NUMBER_STRUCT.pack_into
 _taken = layout.BATCH_STRUCT.pack_into
 _done = layout.DONE_STRUCT.pack_into
+_ALL: Final = 100_000
 _STACK: Final = tuple(layout.PHASES + layout.PHASE_SIZE * depth for depth in range(layout.DEPTH))
 
 
-def create(path: str, *, run: str, host: str, rank: int, worker: int = -1, parent: int = 0, nonce: str = "") -> None:
+def create(path: str, identity: Identity, *, worker: int = -1, parent: int = 0, nonce: str = "") -> None:
     """Makes the file of a page, mode 0600, its room taken; raises OSError, and leaves no file, where it can't."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         # A store to a mapping that finds no room on the disk is SIGBUS: here it is an error.
         os.posix_fallocate(descriptor, 0, layout.SIZE)
-        texts = (nonce.encode()[:32], run.encode()[:96], host.encode()[:64])
-        header = layout.HEADER_STRUCT.pack(layout.MAGIC, 0, 0, 0, 0, parent, rank, worker, *texts)
+        texts = (nonce.encode()[:32], identity.run.encode()[:96], os.uname().nodename.encode()[:64])
+        header = layout.HEADER_STRUCT.pack(layout.MAGIC, 0, 0, 0, 0, parent, identity.rank, worker, *texts)
         os.pwrite(descriptor, header + layout.NUMBER_STRUCT.pack(-1), 0)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -59,9 +62,10 @@ class StatusPage(Status):
         self._memory = memoryview((ctypes.c_char * layout.SIZE).from_address(self.address)).cast("B")
         self._depth = 0
         self._fetches = self._busy = self._idle = 0
+        self._pid = os.getpid()
         now = clock()
         layout.PROCESS_STRUCT.pack_into(
-            self._memory, layout.PID, os.getpid(), process_started(os.getpid()), now, time.time_ns()
+            self._memory, layout.PID, self._pid, process_started(self._pid), now, time.time_ns()
         )
         self._since = now
         """When the worker became idle."""
@@ -120,6 +124,8 @@ class StatusPage(Status):
 
     def ended(self, error: str = "") -> None:
         """The worker's loop has ended, by the exception of this name where there is one."""
+        if os.getpid() != self._pid:  # a process that the worker forked
+            return
         layout.ERROR_STRUCT.pack_into(self._memory, layout.ERROR, error.encode()[:64])
         _number(self._memory, layout.END, layout.End.EXCEPTION if error else layout.End.FINISHED)
 
@@ -129,14 +135,13 @@ class StatusPage(Status):
         _taken(self._memory, layout.BATCH, round, index, start, count, form, check)
 
 
-def _samples(samples: Any) -> tuple[int, int, bytes]:
+def _samples(samples: Any, most: int = layout.SAMPLES_MOST) -> tuple[int, int, bytes]:
     """(how many, their form, as many of them as there is room for), running nobody's code but `__index__`."""
-    several = isinstance(samples, (list, tuple))
-    wanted: Sequence[Any] = samples if several else (samples,)
+    wanted = cast("Sequence[Any]", samples if isinstance(samples, (list, tuple)) else (samples,))
     count = len(wanted)
     if not count or wanted[0] is None:  # an iterable dataset is told how many, not which
         return count, layout.FORM_NONE, b""
-    room = wanted if count <= layout.SAMPLES_MOST else wanted[: layout.SAMPLES_MOST]
+    room = wanted if count <= most else wanted[:most]
     try:
         return count, layout.FORM_INTEGERS, _integers(len(room)).pack(*room)
     except (struct.error, TypeError):
@@ -144,6 +149,14 @@ def _samples(samples: Any) -> tuple[int, int, bytes]:
             text = ",".join(room).encode("utf-8", "replace")[: layout.SAMPLES_SIZE]
             return count, layout.FORM_TEXT, text.ljust(layout.SAMPLES_SIZE, b"\0")
         return count, layout.FORM_NONE, b""
+
+
+def all_ranges(samples: Any) -> str:
+    """What torch's fetcher was given, as ranges; "" where that are no indices."""
+    count, form, data = _samples(samples, most=_ALL)
+    if form == layout.FORM_INTEGERS:
+        return ranges(_integers(len(data) // 8).unpack(data), count)
+    return ranges(data.rstrip(b"\0").decode("utf-8", "replace"), count) if form == layout.FORM_TEXT else ""
 
 
 @functools.lru_cache(layout.SAMPLES_MOST)

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches
+from otel_dl.patches.workers import INFO, Life, Watch
 from otel_dl.recording.lane import NEXT
+from otel_dl.recording.records import clock
 from otel_dl.workers.carrier import Carrier
 from otel_dl.workers.entry import Starting, WorkerLoop
 from otel_dl.workers.loop import start_method
@@ -25,9 +27,6 @@ from otel_dl.workers.loop import start_method
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
     from otel_dl.workers.relay import Relay
-
-_INFO = "_otel_dl"
-"""Attribute of an iterator, which cannot be pickled or copied; the class has None for those that are older than us."""
 
 
 class Loaders:
@@ -68,6 +67,7 @@ class Info:
         "fetched",
         "in_order",
         "last",
+        "lives",
         "loader",
         "method",
         "nonce",
@@ -88,6 +88,7 @@ class Info:
         self.last = 0
         """Index of the batch that the data queue gave last."""
         self.in_order = True
+        self.lives: list[Life] = []
         self.pids: tuple[int, ...] = ()
         self.method = ""
         self.workers: dict[int, int] = {}
@@ -96,29 +97,23 @@ class Info:
         """The batch in hand, a tuple as `records.Batch`."""
 
 
-def install(run: Run, patches: Patches, relay: Relay) -> None:
+def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
     """Patches the loaders of torch; raises where this torch lacks what is needed."""
     from torch.utils.data import dataloader
     from torch.utils.data._utils import worker
 
     starting = Starting()
-    _install_iterators(patches, dataloader, starting)
-    _install_waits(run, patches, dataloader)
-    _install_workers(run, patches, relay, dataloader, worker, starting)
+    _install_iterators(patches, dataloader, starting, watch)
+    _install_waits(run, patches, dataloader, watch)
+    _install_workers(run, patches, relay, watch, dataloader, worker, starting)
+    watch.install(patches, dataloader._MultiProcessingDataLoaderIter)
 
 
 def _method(kind: Any, name: str) -> Any:
     return vars(kind)[name]  # pyright: ignore[reportUnknownVariableType]
 
 
-def _guard(patches: Patches, notice: Callable[..., Any], *args: Any) -> None:
-    try:
-        notice(*args)
-    except BaseException as error:
-        patches.fault(error)
-
-
-def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) -> None:
+def _install_iterators(patches: Patches, dataloader: Any, starting: Starting, watch: Watch) -> None:
     """Each epoch of each loader, as iterators begin and are begun again."""
     base: Any = dataloader._BaseDataLoaderIter
     loaders = Loaders()
@@ -134,10 +129,10 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
             watch_order()
         info.alone = loader.num_workers == 0
         info.loader, info.epoch = loaders.epoch(loader)
-        setattr(iterator, _INFO, info)
+        setattr(iterator, INFO, info)
 
     def begin_again(iterator: Any, loader: Any) -> None:
-        info: Info | None = getattr(iterator, _INFO)
+        info: Info | None = getattr(iterator, INFO)
         if info is None:
             begin(iterator, loader)
             know_workers(iterator)
@@ -151,34 +146,38 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
 
     @functools.wraps(original_init)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        _guard(patches, begin, self, loader)
+        patches.guard(begin, self, loader)
         original_init(self, loader, *args, **kwargs)
 
     original_reset = _method(base, "_reset")
 
     @functools.wraps(original_reset)
     def _reset(self: Any, loader: Any, first_iter: bool = False, *args: Any, **kwargs: Any) -> Any:
-        result = original_reset(self, loader, first_iter, *args, **kwargs)
+        try:
+            result = original_reset(self, loader, first_iter, *args, **kwargs)
+        except BaseException as error:
+            patches.guard(watch.failed, self, error, None)
+            raise
         # Only now: an epoch that could not begin is none to the workers either.
         if not first_iter:
-            _guard(patches, begin_again, self, loader)
+            patches.guard(begin_again, self, loader)
         return result
 
-    patches.replace(base, _INFO, None)
+    patches.replace(base, INFO, None)
     patches.replace(base, "__init__", __init__)
     patches.replace(base, "_reset", _reset)
 
 
 def know_workers(iterator: Any) -> None:
     """Who reads for `iterator`, once its workers run."""
-    info: Info | None = getattr(iterator, _INFO, None)
+    info: Info | None = getattr(iterator, INFO, None)
     workers = getattr(iterator, "_workers", None)
     if info is not None and workers:
         info.pids = tuple(process.pid for process in workers)
         info.method = start_method(workers[0])
 
 
-def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
+def _install_waits(run: Run, patches: Patches, dataloader: Any, watch: Watch) -> None:
     """`dataloader.next`, and `dataloader.fetch` where the main process reads."""
     base: Any = dataloader._BaseDataLoaderIter
     original_next = _method(base, "__next__")
@@ -196,7 +195,7 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
     def __next__(self: Any) -> Any:
         try:
             lane = run.local.lane
-            info: Info | None = getattr(self, _INFO, None)
+            info: Info | None = getattr(self, INFO, None)
             if info is None:
                 opened = lane.begin_next(-1, 0)
             else:
@@ -210,10 +209,12 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
         try:
             data = original_next(self)
         except StopIteration:
-            _guard(patches, lane.stop_next, opened)
+            patches.guard(lane.stop_next, opened)
             raise
         except BaseException as error:
-            _guard(patches, lane.fail, NEXT, opened, error, batch(self, info))
+            if info is not None and not info.alone:
+                patches.guard(watch.failed, self, error, info.batch)
+            patches.guard(lane.fail, NEXT, opened, error, batch(self, info))
             raise
         try:
             lane.end(NEXT, opened, batch(self, info))
@@ -225,7 +226,7 @@ def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
 
 
 def _install_workers(
-    run: Run, patches: Patches, relay: Relay, dataloader: Any, worker: Any, starting: Starting
+    run: Run, patches: Patches, relay: Relay, watch: Watch, dataloader: Any, worker: Any, starting: Starting
 ) -> None:
     """What a worker is given when it starts, and whose batch it is that comes back."""
     several: Any = dataloader._MultiProcessingDataLoaderIter
@@ -234,8 +235,9 @@ def _install_workers(
     def give(workers: int) -> None:
         run.start()
         starting.nonce = nonce = os.urandom(16).hex()
-        starting.carrier = Carrier.make(run, nonce)
-        starting.ends = [None] * workers if run.keep.head.off else relay.open(nonce, workers)
+        off = run.keep.head.off
+        starting.carrier = Carrier.make(run, nonce, () if off else watch.pages(nonce, workers))
+        starting.ends = [None] * workers if off else relay.open(nonce, workers)
         starting.given = 0
 
     @functools.wraps(original_init)
@@ -243,15 +245,18 @@ def _install_workers(
         # A sampler may itself read from a loader with workers, while this one's start.
         former = starting.carrier, starting.nonce, starting.ends, starting.given
         starting.carrier, starting.nonce, starting.ends = None, "", ()
+        began = clock()
         try:
             if run.active:
-                _guard(patches, give, loader.num_workers)
+                patches.guard(give, loader.num_workers)
             original_init(self, loader, *args, **kwargs)
         finally:
-            ends = starting.ends
+            ends, carrier = starting.ends, starting.carrier
             starting.carrier, starting.nonce, starting.ends, starting.given = former
-            _guard(patches, relay.started, ends)
-        _guard(patches, know_workers, self)
+            patches.guard(relay.started, ends)
+            if carrier is not None and not run.keep.head.off:
+                patches.guard(watch.started, self, carrier.pages, began)
+        patches.guard(know_workers, self)
 
     patches.replace(several, "__init__", __init__)
     patches.replace(worker, "_worker_loop", WorkerLoop(worker._worker_loop, run, relay, starting))
@@ -268,7 +273,7 @@ def _install_returned(patches: Patches, several: Any) -> None:
 
     @functools.wraps(original_process)
     def _process_data(self: Any, data: Any, *worker: int) -> Any:
-        info: Info | None = getattr(self, _INFO, None)
+        info: Info | None = getattr(self, INFO, None)
         if info is not None and info.pids:
             try:
                 index = self._rcvd_idx - ahead if info.in_order else info.last
@@ -283,7 +288,7 @@ def _install_returned(patches: Patches, several: Any) -> None:
     def _try_put_index(self: Any) -> Any:
         before = self._send_idx
         result = original_put(self)
-        info: Info | None = getattr(self, _INFO, None)
+        info: Info | None = getattr(self, INFO, None)
         if info is not None and self._send_idx != before:
             info.workers[before] = self._task_info[before][0]
         return result
@@ -306,7 +311,7 @@ def _watch_order(patches: Patches, several: Any) -> Callable[[], None]:
         @functools.wraps(original)
         def _get_data(self: Any) -> Any:
             answer = original(self)
-            info: Info | None = getattr(self, _INFO, None)
+            info: Info | None = getattr(self, INFO, None)
             if info is not None:
                 info.last = answer[0]
             return answer
