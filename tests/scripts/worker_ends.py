@@ -8,6 +8,7 @@ happens, who does it to which sample, in a file of its own.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -109,6 +110,7 @@ def main() -> None:
             seen = {"type": type(error).__name__, "text": str(error), "notes": getattr(error, "__notes__", [])}
             break
     loader._iterator = None
+    gc.collect()  # the traceback of an exception that torch raises again is a reference cycle
     print(json.dumps({"batches": batches, **seen}))
 
 

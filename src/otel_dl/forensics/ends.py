@@ -22,7 +22,7 @@ class How(str, Enum):
     FINISHED = "finished"
     """Its loop was told to end, and did."""
     EXCEPTION = "exception"
-    """An exception left its loop, or the loader was shut down because of one that its dataset raised."""
+    """An exception left its loop, or its dataset raised one, which ended the iteration and so the worker."""
     SIGNAL = "signal"
     EXIT = "exit"
     """It called `os._exit` or `sys.exit`, or something did that ends a process without a signal."""
@@ -59,8 +59,10 @@ def ended(status: int | None, page: Page | None, terminated: bool = False, raise
     said = page.end if page is not None else End.NONE
     if said is End.EXCEPTION and page is not None:
         return WorkerEnded(How.EXCEPTION, exit_code=status, error=page.error)
+    if raised and (terminated or (said is End.FINISHED and status == 0)):
+        return WorkerEnded(How.EXCEPTION, exit_code=status, error=raised)
     if said is End.FINISHED and status == 0:
-        return WorkerEnded(How.EXCEPTION if raised else How.FINISHED, exit_code=0, error=raised)
+        return WorkerEnded(How.FINISHED, exit_code=0)
     if terminated:
         return WorkerEnded(How.KILLED_BY_PARENT, exit_code=status)
     if page is None or not page.pid:

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from otel_dl.forensics import layout
 from otel_dl.forensics.layout import End
-from otel_dl.forensics.writer import process_started
+from otel_dl.forensics.processes import process_started
 
 _LOOKS: Final = 5
 """A page that changed between two looks is looked at again, so many times."""

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 from zlib import crc32
 
 from otel_dl.forensics import layout
+from otel_dl.forensics.processes import process_started
 from otel_dl.forensics.samples import ranges
 from otel_dl.recording.identity import Identity
 from otel_dl.recording.records import clock
@@ -179,13 +180,3 @@ def _map(path: str) -> int:
         return address
     finally:
         os.close(descriptor)
-
-
-def process_started(pid: int) -> int:
-    """Field 22 of /proc/<pid>/stat: when it started, in clock ticks since boot; 0 where that can't be read."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name of the program, in parentheses, may hold anything.
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -103,7 +103,7 @@ def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
     from torch.utils.data._utils import worker
 
     starting = Starting()
-    _install_iterators(patches, dataloader, starting, watch)
+    _install_iterators(patches, dataloader, starting)
     _install_waits(run, patches, dataloader, watch)
     _install_workers(run, patches, relay, watch, dataloader, worker, starting)
     watch.install(patches, dataloader._MultiProcessingDataLoaderIter)
@@ -113,7 +113,7 @@ def _method(kind: Any, name: str) -> Any:
     return vars(kind)[name]  # pyright: ignore[reportUnknownVariableType]
 
 
-def _install_iterators(patches: Patches, dataloader: Any, starting: Starting, watch: Watch) -> None:
+def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) -> None:
     """Each epoch of each loader, as iterators begin and are begun again."""
     base: Any = dataloader._BaseDataLoaderIter
     loaders = Loaders()
@@ -153,11 +153,7 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting, wa
 
     @functools.wraps(original_reset)
     def _reset(self: Any, loader: Any, first_iter: bool = False, *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = original_reset(self, loader, first_iter, *args, **kwargs)
-        except BaseException as error:
-            patches.guard(watch.failed, self, error, None)
-            raise
+        result = original_reset(self, loader, first_iter, *args, **kwargs)
         # Only now: an epoch that could not begin is none to the workers either.
         if not first_iter:
             patches.guard(begin_again, self, loader)

@@ -1,13 +1,15 @@
 """The lives of DataLoader workers, as their parent sees them: when they start, and how each of them ended.
 
 How one ended follows from its exit status and its status page (`otel_dl.forensics.ends`). The exit status is looked at
-where the child stays to be waited for (WNOWAIT): torch's handler of SIGCHLD must find what it would find without us. An
+so that the child stays to be waited for: torch's handler of SIGCHLD must find what it would find without us. An
 exception of torch's that says that a worker died, or does not answer, gets what is known of it as a note, as the step
-gets it that fails of it.
+gets it that fails of it. Where a worker dies while its batch is taken over, that is the EOFError or OSError of
+multiprocessing's connection (torch/multiprocessing/reductions.py, 2.15), some instants before it can be waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.forensics import ends, reader
 from otel_dl.forensics.ends import How
+from otel_dl.forensics.processes import status_of_exiting
 from otel_dl.log import logger
 from otel_dl.recording.lane import error_name
 from otel_dl.recording.records import WorkerLife, WorkersStarted, clock
@@ -59,15 +62,14 @@ class Life:
     def status(self) -> int | None:
         """Its exit code, negative for a signal; None where it runs, or that is not known."""
         popen = self.process._popen
-        if popen is None or popen.returncode is not None or self.method == "forkserver":
-            return self.process.exitcode
-        try:
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return self.process.exitcode
-        if found is None:
-            return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        if popen is not None and popen.returncode is None and self.method != "forkserver":
+            with contextlib.suppress(ChildProcessError):  # somebody has waited for it already
+                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None:
+                    return status_of_exiting(self.pid)
+                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        status: int | None = self.process.exitcode
+        return status if status is not None else status_of_exiting(self.pid)
 
     def page(self) -> Page | None:
         return reader.read(self.path) if self.path else None
@@ -96,9 +98,18 @@ class Watch:
         """`several`: the iterator class of loaders with workers."""
         from torch.utils.data._utils import signal_handling
 
+        original_reset = vars(several)["_reset"]
         original_shutdown = vars(several)["_shutdown_workers"]
         original_check: Any = signal_handling._error_if_any_worker_fails
         guard = patches.guard
+
+        @functools.wraps(original_reset)
+        def _reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original_reset(iterator, *args, **kwargs)
+            except BaseException as error:
+                guard(self.failed, iterator, error, None)
+                raise
 
         @functools.wraps(original_shutdown)
         def _shutdown_workers(iterator: Any) -> Any:
@@ -115,6 +126,7 @@ class Watch:
                 guard(self.reported, error)
                 raise
 
+        patches.replace(several, "_reset", _reset)
         patches.replace(several, "_shutdown_workers", _shutdown_workers)
         patches.replace(signal_handling, "_error_if_any_worker_fails", _error_if_any_worker_fails)
         for name in ("terminate", "kill"):
@@ -176,7 +188,7 @@ class Watch:
         if not lives:
             return
         words = self._raised(lives, error, batch)
-        if not words and isinstance(error, RuntimeError):
+        if not words and isinstance(error, (RuntimeError, EOFError, OSError)):
             words = self._died(lives) or (self._awaited(iterator, lives) if "timed out" in str(error) else [])
         self._note(error, words)
 
@@ -227,11 +239,11 @@ class Watch:
         """Of the workers that the iterator waits for: in order of the one that reads the next batch."""
         asked: Any = iterator._task_info.get(iterator._rcvd_idx) if getattr(iterator, "_in_order", True) else None
         words: list[str] = []
-        waited_for: Sequence[Life] = [lives[asked[0]]] if asked else lives
-        for life in waited_for:
+        number: int | None = asked[0] if asked else None
+        for life in lives if number is None else lives[number : number + 1]:
             page = life.page()
-            since = f" for {(clock() - page.last()) / 1e9:.1f} s" if page is not None and page.pid else ""
-            words.append(f"{ends.named(life.number, life.pid)} is alive,{since} {ends.doing(page)}")
+            since = f"{(clock() - page.last()) / 1e9:.1f} s " if page is not None and page.pid else ""
+            words.append(f"{ends.named(life.number, life.pid)} is alive, {since}{ends.doing(page)}")
             life.step = self._step()
         return words
 
