@@ -1,8 +1,9 @@
-"""A job one of whose workers ends badly: `worker_ends.py METHOD WAY WHEN`. Prints the truth and what was seen of it.
+"""A job one of whose workers ends in some way: `worker_ends.py METHOD WAY WHEN TRUTH`.
 
 WAY: finished, exception, SIGKILL, SIGSEGV, SIGBUS, exit (`os._exit(3)`), stuck (the loader has a timeout). WHEN: first
-(batch), middle, between (epochs, of an iterable dataset whose workers live on). The dataset writes down, before it
-happens, who does it to which sample, in a file of its own.
+(batch), middle, between (epochs, of an iterable dataset whose workers live on). The dataset itself writes the truth:
+into the folder TRUTH each worker one line a sample that it begins to read, `guilty` who ends on which sample. Prints
+what the user saw.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 BATCH, WORKERS, ITEMS = 2, 2, 16
-FIRST, MIDDLE = 1, 9
+GUILTY = {"first": 1, "middle": 9, "between": None}
 TIMEOUT = 3
 
 
-def say(path: str, **truth: object) -> None:
-    Path(path).write_text(json.dumps({"pid": os.getpid(), "worker": get_worker_info().id, **truth}))
+def say(folder: str, sample: int | None) -> None:
+    truth = {"pid": os.getpid(), "worker": get_worker_info().id, "sample": sample}
+    Path(folder, "guilty").write_text(json.dumps(truth))
 
 
 def end(way: str) -> None:
@@ -42,7 +44,7 @@ def end(way: str) -> None:
             file.truncate(mmap.PAGESIZE)
             memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
             file.truncate(0)
-            memory[0]
+            print(memory[0])
     if way == "SIGSEGV":
         ctypes.string_at(0)
     if way == "SIGKILL":
@@ -50,68 +52,68 @@ def end(way: str) -> None:
 
 
 class Map(Dataset):
-    def __init__(self, way: str, guilty: int, path: str) -> None:
-        self.way, self.guilty, self.path = way, guilty, path
+    def __init__(self, way: str, guilty: int | None, folder: str) -> None:
+        self.way, self.guilty, self.folder = way, guilty, folder
 
     def __len__(self) -> int:
         return ITEMS
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> float:
+        with open(Path(self.folder, f"read-{os.getpid()}"), "a") as file:
+            file.write(f"{index}\n")
         if index == self.guilty and self.way != "finished":
-            say(self.path, sample=index)
+            say(self.folder, index)
             end(self.way)
-        return torch.tensor(float(index))
+        return float(index)
 
 
 class Stream(IterableDataset):
-    """Ends when its second epoch begins, in one worker."""
+    """One worker ends when its second epoch begins."""
 
-    def __init__(self, way: str, path: str) -> None:
-        self.way, self.path, self.epochs = way, path, 0
+    def __init__(self, way: str, folder: str) -> None:
+        self.way, self.folder, self.epochs = way, folder, 0
 
     def __iter__(self):
         self.epochs += 1
         if self.epochs == 2 and get_worker_info().id == 1 and self.way != "finished":
-            say(self.path, sample=None)
+            say(self.folder, None)
             end(self.way)
         return iter([float(index) for index in range(ITEMS // WORKERS)])
 
 
-def train(loader: DataLoader) -> int:
+def train(loader: DataLoader) -> None:
     model = torch.nn.Linear(BATCH, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batches = 0
     for batch in loader:
-        model(batch.float()).sum().backward()
+        model(torch.tensor(batch)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        batches += 1
-    return batches
 
 
 def main() -> None:
     import otel_dl
 
     otel_dl.instrument()
-    method, way, when, path = sys.argv[1:]
-    keywords: dict = {"batch_size": BATCH, "num_workers": WORKERS, "multiprocessing_context": method}
+    method, way, when, folder = sys.argv[1:]
+    # No tensors: what a dead worker holds of those can't be taken over, which is an EOFError or the like.
+    keywords: dict = {"batch_size": BATCH, "num_workers": WORKERS, "collate_fn": list}
+    keywords["multiprocessing_context"] = method
     if way == "stuck":
         keywords["timeout"] = TIMEOUT
     if when == "between":
-        loader = DataLoader(Stream(way, path), persistent_workers=True, **keywords)
+        loader = DataLoader(Stream(way, folder), persistent_workers=True, **keywords)
     else:
-        loader = DataLoader(Map(way, {"first": FIRST, "middle": MIDDLE}[when], path), **keywords)
+        loader = DataLoader(Map(way, GUILTY[when], folder), **keywords)
     seen: dict = {"type": None, "text": "", "notes": []}
-    batches = 0
     for _ in range(2):
         try:
-            batches += train(loader)
+            train(loader)
         except Exception as error:
             seen = {"type": type(error).__name__, "text": str(error), "notes": getattr(error, "__notes__", [])}
             break
     loader._iterator = None
     gc.collect()  # the traceback of an exception that torch raises again is a reference cycle
-    print(json.dumps({"batches": batches, **seen}))
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

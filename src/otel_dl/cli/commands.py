@@ -108,10 +108,7 @@ def status(directory: Path | None) -> None:
     DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, the runs that were given none. A process
     that ended in order leaves no page. The exit status is 0 when there were some and 1 when there were none.
     """
-    if directory is not None:
-        folders = [directory]
-    else:
-        folders = sorted(temporary().glob("*/")) if temporary().is_dir() else []
+    folders = [directory] if directory is not None else sorted(temporary().glob("*/"))
     found = 0
     for folder in folders:
         try:

@@ -106,7 +106,7 @@ def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
     _install_iterators(patches, dataloader, starting)
     _install_waits(run, patches, dataloader, watch)
     _install_workers(run, patches, relay, watch, dataloader, worker, starting)
-    watch.install(patches, dataloader._MultiProcessingDataLoaderIter)
+    watch.install(patches, dataloader)
 
 
 def _method(kind: Any, name: str) -> Any:

@@ -22,7 +22,7 @@ from otel_dl.forensics.ends import How
 from otel_dl.forensics.processes import status_of_exiting
 from otel_dl.log import logger
 from otel_dl.recording.lane import error_name
-from otel_dl.recording.records import WorkerLife, WorkersStarted, clock
+from otel_dl.recording.records import Batch, WorkerLife, WorkersStarted, clock
 from otel_dl.workers.loop import start_method
 
 if TYPE_CHECKING:
@@ -94,13 +94,12 @@ class Watch:
         self._lives: dict[int, Life] = {}
         """By pid, of those whose end was not told."""
 
-    def install(self, patches: Patches, several: Any) -> None:
-        """`several`: the iterator class of loaders with workers."""
-        from torch.utils.data._utils import signal_handling
-
-        original_reset = vars(several)["_reset"]
-        original_shutdown = vars(several)["_shutdown_workers"]
-        original_check: Any = signal_handling._error_if_any_worker_fails
+    def install(self, patches: Patches, dataloader: Any) -> None:
+        """`dataloader`: the module torch.utils.data.dataloader."""
+        several, signals = dataloader._MultiProcessingDataLoaderIter, dataloader._utils.signal_handling
+        own: dict[str, Any] = dict(vars(several))
+        original_reset, original_shutdown = own["_reset"], own["_shutdown_workers"]
+        original_check: Callable[[], None] = signals._error_if_any_worker_fails
         guard = patches.guard
 
         @functools.wraps(original_reset)
@@ -128,7 +127,7 @@ class Watch:
 
         patches.replace(several, "_reset", _reset)
         patches.replace(several, "_shutdown_workers", _shutdown_workers)
-        patches.replace(signal_handling, "_error_if_any_worker_fails", _error_if_any_worker_fails)
+        patches.replace(signals, "_error_if_any_worker_fails", _error_if_any_worker_fails)
         for name in ("terminate", "kill"):
             patches.replace(processes.BaseProcess, name, self._noting(patches, name))
 
@@ -212,11 +211,11 @@ class Watch:
         """The words where the dataset raised `error`."""
         if batch is None:
             return []
-        _, _, place, nonce, round, number, *_ = batch
+        _, _, place, nonce, round, number, *_ = Batch._make(batch)
         fetch = self._relay.peek((nonce, round, place))
         if fetch is None or fetch.error is None or number is None:
             return []
-        life = lives[number]
+        life: Life = lives[number]
         life.raised, life.raised_for = error_name(error), batch
         life.step = self._step()
         where = f"batch {place}{ends.said(fetch.samples)}"
