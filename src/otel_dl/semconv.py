@@ -25,6 +25,8 @@ class SpanName:
     EVAL: Final = "train.eval"
     NEXT: Final = "dataloader.next"
     FETCH: Final = "dataloader.fetch"
+    START_WORKERS: Final = "dataloader.start_workers"
+    WORKER: Final = "dataloader.worker"
     FORWARD: Final = "forward"
     BACKWARD: Final = "backward"
     OPTIMIZER_STEP: Final = "optimizer.step"
@@ -68,6 +70,8 @@ def _on(*names: str) -> frozenset[str]:
 
 
 _NEXT_FETCH = _on(SpanName.NEXT, SpanName.FETCH)
+_OF_A_WORKER = _NEXT_FETCH | {SpanName.WORKER}
+_OF_A_LOADER = _OF_A_WORKER | {SpanName.START_WORKERS}
 
 ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute("dl.run.id", str, _on(_ANY_FIRST), built=True, meaning="one id for all processes of a run"),
@@ -111,16 +115,45 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute(
         "is_warmup", bool, PHASES | {SpanName.STEP}, built=True, meaning="one-time work (lazy start-up) ran inside"
     ),
-    Attribute("dl.loader.id", int, _NEXT_FETCH, meaning="loaders counted in the process"),
+    Attribute("dl.loader.id", int, _OF_A_LOADER, meaning="loaders counted in the process"),
     Attribute("dl.batch.index", int, _NEXT_FETCH, meaning="the loader's own batch number in this epoch"),
-    Attribute("dl.worker.id", int, _NEXT_FETCH, meaning="which worker read the batch"),
-    Attribute("dl.worker.pid", int, _NEXT_FETCH, meaning="its process"),
-    Attribute("dl.worker.start_method", str, _NEXT_FETCH, meaning="`fork`, `spawn`, `forkserver`"),
+    Attribute("dl.worker.id", int, _OF_A_WORKER, meaning="the worker; of a batch, the one that read it"),
+    Attribute("dl.worker.pid", int, _OF_A_WORKER, meaning="its process"),
+    Attribute("dl.worker.start_method", str, _OF_A_LOADER, meaning="`fork`, `spawn`, `forkserver`"),
+    Attribute("dl.worker.count", int, _on(SpanName.START_WORKERS), built=True, meaning="how many were started"),
+    Attribute(
+        "dl.worker.end",
+        str,
+        _on(SpanName.WORKER),
+        built=True,
+        meaning="how it ended: `finished`, `exception`, `signal`, `exit`, `killed_by_parent`, `unknown`",
+    ),
+    Attribute("dl.worker.signal", str, _on(SpanName.WORKER), meaning="the signal that ended it: `SIGSEGV`, …"),
+    Attribute("dl.worker.exit_code", int, _on(SpanName.WORKER), meaning="where no signal did"),
+    Attribute(
+        "dl.sample.indices",
+        str,
+        _on(SpanName.WORKER),
+        meaning="on a death: the indices of the samples in hand, as ranges, 256 characters at most",
+    ),
+    Attribute("dl.worker.fetches", int, _on(SpanName.WORKER), meaning="batches that it read"),
+    Attribute("dl.worker.busy_ms", float, _on(SpanName.WORKER), meaning="how long it read them, in all"),
+    Attribute(
+        "dl.worker.idle_ms",
+        float,
+        _on(SpanName.WORKER),
+        meaning="how long it waited for something to read",
+    ),
     Attribute("dl.fetch.duration_ms", float, _on(SpanName.NEXT), meaning="how long the batch took to read"),
     Attribute(
         "dl.fetch.ready_ms", float, _on(SpanName.NEXT), meaning="how long it had lain ready; 0 when it was waited for"
     ),
-    Attribute("error.type", str, PHASES | FIRST_SPANS | {SpanName.FETCH}, meaning="the exception's qualified name"),
+    Attribute(
+        "error.type",
+        str,
+        PHASES | FIRST_SPANS | {SpanName.FETCH, SpanName.START_WORKERS, SpanName.WORKER},
+        meaning="the exception's qualified name; of a worker also the signal's",
+    ),
 )
 """The attributes that this version may set; a span never carries another."""
 

@@ -14,16 +14,19 @@ import wrapt
 
 from otel_dl import startup
 from otel_dl.export.provider import Connection, connect
+from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
 from otel_dl.patches import compilation, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
+from otel_dl.patches.workers import Watch
 from otel_dl.recording.builder import Builder
 from otel_dl.recording.keep import AdaptiveHead
 from otel_dl.recording.lane import error_name
 from otel_dl.recording.run import Run
 from otel_dl.recording.spans import SpanBuilder
+from otel_dl.recording.status import Status
 from otel_dl.settings import Settings
 from otel_dl.version import __version__
 from otel_dl.workers.relay import Relay
@@ -82,6 +85,8 @@ class Session:
         self.set_up_sdk = set_up_sdk
         self.run = Run(settings, AdaptiveHead())
         self.relay = Relay(self.run)
+        self.folder = StatusFolder(keywords.get("directory") or os.environ.get("OTEL_DL_DIR") or None)
+        self.watch = Watch(self.run, self.relay, self.folder)
         self._connection: Connection | None = None
         self._builder: Builder | None = None
         self._patches: list[Patches] = []
@@ -106,7 +111,7 @@ class Session:
             return
 
         def dataloader(run: Run, patches: Patches) -> None:
-            dataloader_patches.install(run, patches, self.relay)
+            dataloader_patches.install(run, patches, self.relay, self.watch)
 
         def ranks(run: Run, patches: Patches) -> None:
             processes.install(run, patches, self.keywords, self.set_up_sdk)
@@ -151,6 +156,7 @@ class Session:
         if not self._installed:
             self._ending.install()
             self._installed = True
+        self.run.status = self.folder.open(self.run.identity)
         connection.sink.open()
         if self._builder is None:
             builder = Builder(self.run, connection.sink, self.relay, connection.resource)
@@ -184,10 +190,12 @@ class Session:
         self._finish(deadline, error)
         if self._connection is not None:
             self._connection.sink.close(deadline)
+        self.folder.close()
 
     def _finish(self, deadline: float, error: BaseException | None = None) -> None:
         self._error = error
         self.run.finish(error)
+        self.watch.finish()
         if self._builder is not None:
             self._builder.drain(deadline, final=True)
         lost = self.run.dropped + self.relay.dropped
@@ -208,6 +216,8 @@ class Session:
         startup.import_torch.uninstall()
         self._finish(deadline)
         self.run.active = False
+        self.run.status = Status()
+        self.folder.close(unmap=True)
         self.relay.close()
         self._ending.uninstall()
         if self._connection is not None:
@@ -219,6 +229,8 @@ class Session:
         startup.process_start_ns.cache_clear()
         self.run.restart()
         self.relay.after_fork()
+        self.watch.after_fork()
+        self.folder.after_fork()
         self._builder = None
         self._installed = False
         if self._connection is not None:

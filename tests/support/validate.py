@@ -85,6 +85,10 @@ def _named(span: Span, problems: Iterable[str]) -> Iterator[str]:
         yield f"{span.name} {span.trace_id[:8]}/{span.span_id[:8]}: {problem}"
 
 
+def _in_worker(span: Span) -> bool:
+    return span.name == SpanName.WORKER or (span.name == SpanName.FETCH and not span.parent_id)
+
+
 def is_first(span: Span) -> bool:
     return span.name in FIRST_SPANS or (span.name == SpanName.FETCH and not span.parent_id)
 
@@ -144,7 +148,7 @@ def _resource(span: Span) -> Iterator[str]:
         if type(resource.get(name)) is not kind:
             yield f"{name} of the resource is {resource.get(name)!r}"
     worker = resource.get("dl.worker.id")
-    in_worker = span.name == SpanName.FETCH and not span.parent_id
+    in_worker = _in_worker(span)
     if in_worker and (type(worker) is not int or worker != span.attributes.get("dl.worker.id")):
         yield f"dl.worker.id of the resource is {worker!r}"
     if in_worker and resource.get("process.pid") != span.attributes.get("dl.worker.pid"):
@@ -199,10 +203,18 @@ def _first_ids(span: Span) -> Iterator[str]:
 def _ordinals(spans: list[Span]) -> Iterator[str]:
     """Below the first span: H(trace, rank, pid, ordinal in the trace)."""
     known: dict[tuple[Any, ...], set[str]] = {}
+    parents = {
+        (span.resource.get("dl.run.id"), span.resource.get("dl.rank")): span.resource.get("process.pid")
+        for span in spans
+        if span.scope == semconv.SCOPE and not _in_worker(span)
+    }
     for span in spans:
         if span.scope not in (semconv.SCOPE, semconv.USER_SCOPE) or (span.scope == semconv.SCOPE and is_first(span)):
             continue
-        place = span.trace_id, span.resource.get("dl.rank"), span.resource.get("process.pid")
+        rank, pid = span.resource.get("dl.rank"), span.resource.get("process.pid")
+        # A worker's life is told by its parent.
+        pid = parents.get((span.resource.get("dl.run.id"), rank)) if span.name == SpanName.WORKER else pid
+        place = span.trace_id, rank, pid
         if place not in known:
             known[place] = {digest(*place, ordinal)[:16] for ordinal in _ORDINALS}
         if span.span_id not in known[place]:
@@ -221,6 +233,8 @@ def _parents(spans: list[Span], loader_in_a_thread: bool) -> Iterator[str]:
         if parent is None:
             yield from _named(span, ["its parent is not there"])
             continue
+        if span.name in (SpanName.WORKER, SpanName.START_WORKERS):
+            continue  # a worker's life began before the step that it ended in; the run's trace has no end of its own
         older = loader_in_a_thread and span.name == SpanName.NEXT
         if span.end_ns > parent.end_ns or (span.start_ns < parent.start_ns and not older):
             yield from _named(span, [f"it is not within its parent {parent.name}"])

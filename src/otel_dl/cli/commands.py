@@ -12,6 +12,9 @@ import click
 
 from otel_dl.cli import job, run_directory
 from otel_dl.cli.progress import Progress
+from otel_dl.forensics.folder import temporary
+from otel_dl.forensics.reader import read_all
+from otel_dl.forensics.report import lines
 from otel_dl.settings import Settings
 from otel_dl.viewing.reading import Reading, read_spans
 from otel_dl.viewing.summary import summarize
@@ -97,6 +100,33 @@ def report(directory: Path, jaeger: str | None) -> None:
     sys.exit(0 if _summarize(directory, frozenset(), jaeger, err=False) else 1)
 
 
+@command.command()
+@click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+def status(directory: Path | None) -> None:
+    """Print what each process of a run does, or had in hand when it died, from the status pages in DIR.
+
+    DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, the runs that were given none. A process
+    that ended in order leaves no page. The exit status is 0 when there were some and 1 when there were none.
+    """
+    folders = [directory] if directory is not None else sorted(temporary().glob("*/"))
+    found = 0
+    for folder in folders:
+        try:
+            pages = read_all(folder)
+        except OSError as error:
+            _say(f"otel-dl: {folder} cannot be read: {error.strerror}.")
+            continue
+        if pages and directory is None:
+            click.echo(f"{folder}:")
+        for line in lines(pages):
+            click.echo(line)
+        found += len(pages)
+    if not found:
+        where = directory or temporary()
+        _say(f"otel-dl: there are no status pages in {where}: what was started there has not begun, or ended in order.")
+    sys.exit(0 if found else 1)
+
+
 def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, err: bool) -> bool:
     """Prints summary and reading; False when not one span was read."""
     reading = Reading(directory)
@@ -108,6 +138,8 @@ def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, 
     if reading.spans:
         click.echo(render_summary(summary, jaeger or Settings.read().jaeger_url), err=err)
     click.echo(render_reading(reading), err=err)
+    for line in lines(read_all(directory)):
+        click.echo(f"{'Status':<15}{line}", err=err)
     if not reading.spans:
         _say(f"otel-dl: there are no traces in {directory}. {_advice(directory)}")
     return reading.spans > 0

@@ -61,6 +61,13 @@ class Patches:
             if cell.cell_contents is ours:
                 cell.cell_contents = saved
 
+    def guard(self, notice: Callable[..., Any], *args: Any) -> None:
+        """Calls `notice` around the user's call; see `fault`."""
+        try:
+            notice(*args)
+        except BaseException as error:
+            self.fault(error)
+
     def fault(self, error: BaseException) -> None:
         """Called with what was caught in our own code around the user's call.
 
@@ -84,11 +91,3 @@ class Patches:
                 self.target,
                 exc_info=error,
             )
-
-
-def guard(patches: Patches, notice: Callable[..., Any], *args: Any) -> None:
-    """Tells `notice` what happened; what it raises is a fault of these patches."""
-    try:
-        notice(*args)
-    except BaseException as error:
-        patches.fault(error)

@@ -16,10 +16,12 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from otel_dl.patches._patching import Patches, guard
+from otel_dl.patches._patching import Patches
 from otel_dl.patches.recorder import compiled, recorder
+from otel_dl.patches.workers import INFO, Life, Watch
 from otel_dl.recording.lane import NEXT
 from otel_dl.recording.native import SourceState
+from otel_dl.recording.records import clock
 from otel_dl.workers.carrier import Carrier
 from otel_dl.workers.entry import Starting, WorkerLoop
 from otel_dl.workers.loop import start_method
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from otel_dl.recording.lane import Lane
     from otel_dl.recording.run import Run
     from otel_dl.workers.relay import Relay
-
-_INFO = "_otel_dl"
-"""Attribute of an iterator, which cannot be pickled or copied; the class has None for those that are older than us."""
 
 
 class Loaders:
@@ -64,7 +63,7 @@ class Loaders:
 class Info(SourceState):
     """What is known of an iterator in its present epoch."""
 
-    __slots__ = ("workers",)
+    __slots__ = ("lives", "workers")
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
@@ -74,6 +73,7 @@ class Info(SourceState):
         self.fetched = 0
         self.last = 0
         self.in_order = True
+        self.lives: list[Life] = []
         self.pids: tuple[int, ...] = ()
         self.method = ""
         self.workers: dict[int, int] = {}
@@ -81,15 +81,16 @@ class Info(SourceState):
         self.batch = None
 
 
-def install(run: Run, patches: Patches, relay: Relay) -> None:
+def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
     """Patches the loaders of torch; raises where this torch lacks what is needed."""
     from torch.utils.data import dataloader
     from torch.utils.data._utils import worker
 
     starting = Starting()
     _install_iterators(patches, dataloader, starting)
-    _install_waits(run, patches, dataloader)
-    _install_workers(run, patches, relay, dataloader, worker, starting)
+    _install_waits(run, patches, dataloader, watch)
+    _install_workers(run, patches, relay, watch, dataloader, worker, starting)
+    watch.install(patches, dataloader)
 
 
 def _method(kind: Any, name: str) -> Any:
@@ -112,10 +113,10 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
             watch_order()
         info.alone = loader.num_workers == 0
         info.loader, info.epoch = loaders.epoch(loader)
-        setattr(iterator, _INFO, info)
+        setattr(iterator, INFO, info)
 
     def begin_again(iterator: Any, loader: Any) -> None:
-        info: Info | None = getattr(iterator, _INFO)
+        info: Info | None = getattr(iterator, INFO)
         if info is None:
             begin(iterator, loader)
             know_workers(iterator)
@@ -129,7 +130,7 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
 
     @functools.wraps(original_init)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        guard(patches, begin, self, loader)
+        patches.guard(begin, self, loader)
         original_init(self, loader, *args, **kwargs)
 
     original_reset = _method(base, "_reset")
@@ -139,17 +140,17 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
         result = original_reset(self, loader, first_iter, *args, **kwargs)
         # Only now: an epoch that could not begin is none to the workers either.
         if not first_iter:
-            guard(patches, begin_again, self, loader)
+            patches.guard(begin_again, self, loader)
         return result
 
-    patches.replace(base, _INFO, None)
+    patches.replace(base, INFO, None)
     patches.replace(base, "__init__", __init__)
     patches.replace(base, "_reset", _reset)
 
 
 def know_workers(iterator: Any) -> None:
     """Who reads for `iterator`, once its workers run."""
-    info: Info | None = getattr(iterator, _INFO, None)
+    info: Info | None = getattr(iterator, INFO, None)
     workers = getattr(iterator, "_workers", None)
     if info is not None and workers:
         info.pids = tuple(process.pid for process in workers)
@@ -161,8 +162,11 @@ class Next:
 
     kind = NEXT
 
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
     def begin(self, lane: Lane, subject: Any) -> tuple[int, int] | None:
-        info: Info | None = getattr(subject, _INFO, None)
+        info: Info | None = getattr(subject, INFO, None)
         if info is None:
             start = lane.begin_next(-1, 0)
         else:
@@ -177,10 +181,13 @@ class Next:
         if isinstance(error, StopIteration):
             lane.stop_next(start)
         else:
+            info: Info | None = getattr(subject, INFO, None)
+            if info is not None and not info.alone:
+                self._watch.failed(subject, error, info.batch)
             lane.fail(NEXT, start, error, self._batch(subject))
 
     def _batch(self, iterator: Any) -> tuple[Any, ...] | None:
-        info: Info | None = getattr(iterator, _INFO, None)
+        info: Info | None = getattr(iterator, INFO, None)
         if info is None:
             return None
         if not info.alone:
@@ -189,13 +196,13 @@ class Next:
         return info.loader, info.epoch, info.fetched - 1, "", 0, None, 0, ""
 
 
-def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
+def _install_waits(run: Run, patches: Patches, dataloader: Any, watch: Watch) -> None:
     base: Any = dataloader._BaseDataLoaderIter
-    patches.replace(base, "__next__", recorder(run, patches, Next(), _method(base, "__next__"), "Next"))
+    patches.replace(base, "__next__", recorder(run, patches, Next(watch), _method(base, "__next__"), "Next"))
 
 
 def _install_workers(
-    run: Run, patches: Patches, relay: Relay, dataloader: Any, worker: Any, starting: Starting
+    run: Run, patches: Patches, relay: Relay, watch: Watch, dataloader: Any, worker: Any, starting: Starting
 ) -> None:
     """What a worker is given when it starts, and whose batch it is that comes back."""
     several: Any = dataloader._MultiProcessingDataLoaderIter
@@ -204,8 +211,9 @@ def _install_workers(
     def give(workers: int) -> None:
         run.start()
         starting.nonce = nonce = os.urandom(16).hex()
-        starting.carrier = Carrier.make(run, nonce)
-        starting.ends = [None] * workers if run.keep.head.off else relay.open(nonce, workers)
+        off = run.keep.head.off
+        starting.carrier = Carrier.make(run, nonce, () if off else watch.pages(nonce, workers))
+        starting.ends = [None] * workers if off else relay.open(nonce, workers)
         starting.given = 0
 
     @functools.wraps(original_init)
@@ -213,15 +221,18 @@ def _install_workers(
         # A sampler may itself read from a loader with workers, while this one's start.
         former = starting.carrier, starting.nonce, starting.ends, starting.given
         starting.carrier, starting.nonce, starting.ends = None, "", ()
+        began = clock()
         try:
             if run.active:
-                guard(patches, give, loader.num_workers)
+                patches.guard(give, loader.num_workers)
             original_init(self, loader, *args, **kwargs)
         finally:
-            ends = starting.ends
+            ends, carrier = starting.ends, starting.carrier
             starting.carrier, starting.nonce, starting.ends, starting.given = former
-            guard(patches, relay.started, ends)
-        guard(patches, know_workers, self)
+            patches.guard(relay.started, ends)
+            if carrier is not None and not run.keep.head.off:
+                patches.guard(watch.started, self, carrier.pages, began)
+        patches.guard(know_workers, self)
 
     patches.replace(several, "__init__", __init__)
     patches.replace(worker, "_worker_loop", WorkerLoop(worker._worker_loop, run, relay, starting))
@@ -238,7 +249,7 @@ def _install_returned(run: Run, patches: Patches, several: Any) -> None:
 
     @functools.wraps(original_process)
     def _process_data(self: Any, data: Any, *worker: int) -> Any:
-        info: Info | None = getattr(self, _INFO, None)
+        info: Info | None = getattr(self, INFO, None)
         if info is not None and info.pids:
             try:
                 index = self._rcvd_idx - ahead if info.in_order else info.last
@@ -253,7 +264,7 @@ def _install_returned(run: Run, patches: Patches, several: Any) -> None:
     def _try_put_index(self: Any) -> Any:
         before = self._send_idx
         result = original_put(self)
-        info: Info | None = getattr(self, _INFO, None)
+        info: Info | None = getattr(self, INFO, None)
         if info is not None and self._send_idx != before:
             info.workers[before] = self._task_info[before][0]
         return result
@@ -281,7 +292,7 @@ def _watch_order(patches: Patches, several: Any) -> Callable[[], None]:
         @functools.wraps(original)
         def _get_data(self: Any) -> Any:
             answer = original(self)
-            info: Info | None = getattr(self, _INFO, None)
+            info: Info | None = getattr(self, INFO, None)
             if info is not None:
                 info.last = answer[0]
             return answer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from otel_dl.patches._patching import Patches, guard
+from otel_dl.patches._patching import Patches
 from otel_dl.patches.recorder import recorder
 from otel_dl.recording.lane import (
     BACKWARD,
@@ -267,7 +267,7 @@ def install_scaler(run: Run, patches: Patches) -> None:
             patches.fault(error)
             return original(self, optimizer, *args, **kwargs)
         result = original(self, optimizer, *args, **kwargs)
-        guard(patches, lane.stepped, id(optimizer))
+        patches.guard(lane.stepped, id(optimizer))
         return result
 
     patches.replace(scaler, "step", step)

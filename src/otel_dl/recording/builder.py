@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from otel_dl import threads
 from otel_dl.log import logger
-from otel_dl.recording.records import Evaluation, Step
+from otel_dl.recording.records import Evaluation, Step, WorkerLife
 from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -32,6 +32,10 @@ TURN_S: Final = 0.002
 """Work done at a stretch; then a rest of REST times as long. It shrinks once half of the room for waiting steps is
 taken; there is none where all is, or the end of the process waits."""
 REST: Final = 19
+
+
+OF_RUN: Final = 2_000
+"""Spans in the run's own trace at most."""
 
 
 class Spans(Protocol):
@@ -90,12 +94,12 @@ class Builder:
             self._batches.drain()
             if self._startup is not None and self._run.first_step_end is not None:
                 self._begin_run()
-            closed = self._run.closed
+            closed, decided = self._run.closed, self._run.number
             while closed:
                 self._build_next()
                 if time.perf_counter() > until:
                     return bool(closed)
-            self._leftovers()
+            self._leftovers(decided)
         except Exception as error:
             self._fault(error)
         return False
@@ -123,14 +127,34 @@ class Builder:
             return self._spans.evaluation(trace)
         if not trace.reason:  # cancelled, when spans of the user's had its ids already
             return trace.user_spans
-        return [*self._spans.step(trace), *trace.user_spans]
+        return [*self._spans.step(trace, self._ended_in(trace)), *trace.user_spans]
+
+    def _ended_in(self, step: Step) -> list[WorkerLife]:
+        workers = self._run.workers
+        lives = [life for life in list(workers) if isinstance(life, WorkerLife) and life.step == step.number]
+        for life in lives:
+            workers.remove(life)
+        return lives
+
+    def _workers(self, decided: int) -> None:
+        """Starts and ends of workers that belong to no kept step; those before `decided` are built if they are kept."""
+        workers = self._run.workers
+        for event in list(workers):
+            # The step before may just be on its way here.
+            if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
+                workers.remove(event)
+                if self._spans.of_run_so_far < OF_RUN:
+                    self._sink.offer([self._spans.of_run(event)])
+                else:
+                    self._run.dropped["starts and ends of workers"] += 1
 
     def _begin_run(self) -> None:
         startup, self._startup = self._startup, None
         if startup is not None and not self._run.keep.head.off:
             self._sink.offer(startup(self._spans))
 
-    def _leftovers(self) -> None:
+    def _leftovers(self, decided: int) -> None:
+        self._workers(decided)
         for fetch in self._batches.expired():
             self._sink.offer(self._spans.fetch(fetch, KeepReason.HEAD, None, None))
         outside = self._batches.outside()
@@ -150,12 +174,12 @@ class Builder:
             self._batches.drain(final)
             if final and self._startup is not None and self._run.started:
                 self._begin_run()
-            closed = self._run.closed
+            closed, decided = self._run.closed, self._run.number
             while closed:
                 if time.monotonic() > deadline:
                     return False
                 self._build_next()
-            self._leftovers()
+            self._leftovers(decided + 2 if final else decided)
             return True
         except Exception as error:
             self._fault(error)

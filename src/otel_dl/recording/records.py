@@ -108,6 +108,43 @@ class Fetch(NamedTuple):
     sampled: bool
     spans: list[ReadableSpan]
     dropped: int
+    samples: str = ""
+    """Which they were, as ranges, where the reading failed."""
+
+
+class WorkerLife(NamedTuple):
+    """One worker's life, from the start of its loop to its end (readings of `clock`), with how it ended."""
+
+    worker: int
+    pid: int
+    start_method: str
+    loader: int
+    start: int
+    end: int
+    how: str
+    signal: str
+    exit_code: int | None
+    samples: str
+    """Those in hand when it died, as ranges; empty where it had none, or they are not known."""
+    words: str
+    error: str | None
+    step: int | None
+    """The step that it ended in, where its end is the step's business too."""
+    fetches: int | None
+    busy: int
+    idle: int
+    """Nanoseconds, until its last fetch that was finished; of no meaning where `fetches` is None: not known."""
+
+
+class WorkersStarted(NamedTuple):
+    """The workers of an iterator were started, between these readings of `clock`."""
+
+    loader: int
+    start_method: str
+    workers: int
+    start: int
+    end: int
+    error: str | None
 
 
 class Step(StepState):
@@ -120,6 +157,8 @@ class Step(StepState):
     ended = 0
     """When its epoch was over before an optimizer had stepped: only one that does so next belongs to it."""
     error: str | None = None
+    words = ""
+    """What is known of the worker whose end made it fail."""
     optimizers: frozenset[int] = frozenset()
     """The optimizers (by id) that stepped; only those are complete of which the former step did not have all."""
     boundary: tuple[int, int] | None = None

@@ -19,7 +19,8 @@ from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
-from otel_dl.recording.records import Evaluation, Step
+from otel_dl.recording.records import Evaluation, Step, WorkerLife, WorkersStarted
+from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
 
@@ -28,6 +29,8 @@ WAITING_STEPS: Final = 2_048
 STEPS_WAITING: Final = "steps waiting"
 """The key in `Run.dropped` of those that found no room."""
 PENDING_RECORDS: Final = 64
+WAITING_WORKERS: Final = 4_096
+"""Starts and ends of workers that wait for the builder at most."""
 RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
 
@@ -69,6 +72,8 @@ class Run:
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
         self.started = False
+        self.status = Status()
+        """Where the thread that bounds steps says what it does now; `start` puts the page there."""
         self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
         """Batches that other threads read while no step was open; the next one takes them."""
         self._handed_out: Step | None = None
@@ -78,6 +83,8 @@ class Run:
         self.recent: dict[int, None] = {}
         """Trace ids of the latest kept steps whose ids somebody asked for."""
         self.closed: deque[Step | Evaluation] = deque()
+        self.workers: deque[WorkersStarted | WorkerLife] = deque()
+        """Starts and ends of workers, for the builder."""
         self.dropped: Counter[str] = Counter()
         """Records and steps that were dropped, by reason."""
         self.main: Lane | None = None
@@ -209,6 +216,22 @@ class Run:
             self.closed.append(trace)
         else:
             self.dropped[STEPS_WAITING] += 1
+
+    def tell_of_workers(self, event: WorkersStarted | WorkerLife) -> None:
+        """Workers were started, or one has ended."""
+        if len(self.workers) < WAITING_WORKERS:
+            self.workers.append(event)
+        else:
+            self.dropped["starts and ends of workers"] += 1
+
+    def tell_step(self, words: str) -> int | None:
+        """The number of the step that is open, which `words` are about should it fail now; None where none is."""
+        step = self.current
+        if step is None:
+            return None
+        step.words = words
+        step.plain = False
+        return step.number
 
     def evaluation(self) -> Evaluation:
         evaluation = Evaluation(self.evaluations)

@@ -13,7 +13,18 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from otel_dl import semconv
 from otel_dl.recording import ids
-from otel_dl.recording.records import NAMES, Batch, Evaluation, Fetch, Kind, Record, Step, to_epoch_ns
+from otel_dl.recording.records import (
+    NAMES,
+    Batch,
+    Evaluation,
+    Fetch,
+    Kind,
+    Record,
+    Step,
+    WorkerLife,
+    WorkersStarted,
+    to_epoch_ns,
+)
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.version import __version__
 
@@ -43,13 +54,16 @@ class SpanBuilder:
         self._workers: dict[tuple[int, int], Resource] = {}
         self._take = take
         self._pid = pid
+        self.of_run_so_far = 0
+        """Spans of the run's trace so far, below its first one."""
         self._last: SpanContext | None = None
         """The former kept step."""
 
     # Traces.
 
-    def step(self, step: Step) -> list[ReadableSpan]:
-        """The spans of a kept step: `train.step` first, then its phases by start, then its batches' traces."""
+    def step(self, step: Step, lives: Sequence[WorkerLife] = ()) -> list[ReadableSpan]:
+        """The spans of a kept step: `train.step` first, then its phases by start, then its batches' traces, then the
+        `lives` of workers that ended in it."""
         run = self._run
         trace_id, span_id = run.step_ids(step.number)
         context = _context(trace_id, span_id)
@@ -72,8 +86,14 @@ class SpanBuilder:
             attributes["dl.global_step"] = step.global_step
         if run.foreign_provider and step.span is not None and not step.head:
             attributes["dl.user_spans"] = "not_recorded"
-        spans = [self._span(SpanName.STEP, context, None, step.start, step.end, attributes, step.error, links)]
-        self._phases(context, records, warm, step.reason, spans)
+        spans = [
+            self._span(SpanName.STEP, context, None, step.start, step.end, attributes, step.error, links,
+                       words=step.words)
+        ]  # fmt: skip
+        ordinal = self._phases(context, records, warm, step.reason, spans, step.words)
+        for life in lives:
+            ordinal += 1
+            spans.append(self._life(life, context, ordinal))
         return spans
 
     def evaluation(self, evaluation: Evaluation) -> list[ReadableSpan]:
@@ -102,7 +122,7 @@ class SpanBuilder:
         links = [Link(returned)] if returned is not None else []
         span = self._span(
             SpanName.FETCH, context, None, fetch.start, fetch.end, attributes, fetch.error, links,
-            self._worker(fetch.worker, fetch.pid),
+            self._worker(fetch.worker, fetch.pid), words=f"samples {fetch.samples}" if fetch.samples else "",
         )  # fmt: skip
         return [span, *fetch.spans]
 
@@ -113,16 +133,57 @@ class SpanBuilder:
         end = time.time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
         attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
         spans = [self._epoch_span(SpanName.STARTUP, context, run.remote, start, end, attributes, error, ())]
-        for ordinal, (name, times) in enumerate(parts.items(), 1):
-            child = _context(context.trace_id, self._ordinal(context.trace_id, ordinal))
+        for name, times in parts.items():
+            self.of_run_so_far += 1
+            child = _context(context.trace_id, self._ordinal(context.trace_id, self.of_run_so_far))
             spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
         return spans
+
+    def of_run(self, event: WorkersStarted | WorkerLife) -> ReadableSpan:
+        """In the run's trace: `dataloader.start_workers`, or a `dataloader.worker` that ended in no kept step."""
+        run = _context(*self._run.run_ids())
+        self.of_run_so_far += 1
+        if isinstance(event, WorkerLife):
+            return self._life(event, run, self.of_run_so_far)
+        attributes: Attributes = {
+            "dl.loader.id": event.loader,
+            "dl.worker.count": event.workers,
+            "dl.worker.start_method": event.start_method,
+        }
+        context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+        return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, attributes, event.error, ())
+
+    def _life(self, life: WorkerLife, parent: SpanContext, ordinal: int) -> ReadableSpan:
+        attributes: Attributes = {
+            "dl.loader.id": life.loader,
+            "dl.worker.id": life.worker,
+            "dl.worker.pid": life.pid,
+            "dl.worker.start_method": life.start_method,
+            "dl.worker.end": life.how,
+        }
+        if life.signal:
+            attributes["dl.worker.signal"] = life.signal
+        if life.exit_code is not None:
+            attributes["dl.worker.exit_code"] = life.exit_code
+        if life.samples:
+            attributes["dl.sample.indices"] = life.samples
+        if life.fetches is not None:
+            attributes["dl.worker.fetches"] = life.fetches
+            attributes["dl.worker.busy_ms"] = life.busy / 1e6
+            attributes["dl.worker.idle_ms"] = life.idle / 1e6
+        return self._span(
+            SpanName.WORKER, _context(parent.trace_id, self._ordinal(parent.trace_id, ordinal)), parent,
+            life.start, life.end, attributes, life.error, [Link(_context(*self._run.run_ids()))],
+            self._worker(life.worker, life.pid), words=life.words,
+        )  # fmt: skip
 
     # Their parts.
 
     def _phases(
-        self, root: SpanContext, records: list[Record], warm: bool, reason: str, spans: list[ReadableSpan]
-    ) -> None:
+        self, root: SpanContext, records: list[Record], warm: bool, reason: str, spans: list[ReadableSpan],
+        words: str = "",
+    ) -> int:  # fmt: skip
+        """Appends them to `spans`; the number of the last one in this trace."""
         around: list[tuple[Record, SpanContext]] = []
         ordinal = 0
         for record in _nested(records):
@@ -152,8 +213,9 @@ class SpanBuilder:
                         parts = (batch.nonce, TraceKind.BATCH, batch.round, batch.place)
                         links.append(Link(_context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))))
             span = self._span(
-                name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope
-            )
+                name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope,
+                words=words if record.kind == Kind.NEXT else "",
+            )  # fmt: skip
             spans.append(span)
             if batch is None:
                 continue
@@ -168,6 +230,7 @@ class SpanBuilder:
                         record.error, (),
                     )
                 )  # fmt: skip
+        return ordinal
 
     def _first(self, kind: str, reason: str, dropped: int) -> Attributes:
         identity = self._run.identity
@@ -198,16 +261,26 @@ class SpanBuilder:
     def _span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
         attributes: Attributes, error: str | None, links: Sequence[Link],
-        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE,
+        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
         return self._epoch_span(
-            name, context, parent, to_epoch_ns(start), to_epoch_ns(end), attributes, error, links, resource, scope
+            name,
+            context,
+            parent,
+            to_epoch_ns(start),
+            to_epoch_ns(end),
+            attributes,
+            error,
+            links,
+            resource,
+            scope,
+            words,
         )
 
     def _epoch_span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
         attributes: Attributes, error: str | None, links: Sequence[Link],
-        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE,
+        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
         if error is not None:
             attributes["error.type"] = error
@@ -220,7 +293,7 @@ class SpanBuilder:
             (),
             links,
             SpanKind.INTERNAL,
-            status=Status(StatusCode.UNSET if error is None else StatusCode.ERROR),
+            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, words or None),
             start_time=start,
             end_time=end,
             instrumentation_scope=scope,

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from otel_dl.forensics.reader import SUFFIX
+
 _STATUS_ERROR = 2
 
 
@@ -31,6 +33,8 @@ class Span(NamedTuple):
     failed: bool
     links: tuple[tuple[str, str], ...]
     """Trace id and span id of each linked span."""
+    message: str = ""
+    """Of a failed one: what its status says beside `error.type`."""
 
     @property
     def duration_ns(self) -> int:
@@ -68,6 +72,8 @@ def read_spans(reading: Reading, without: Collection[str] = ()) -> Iterator[Span
     Raises OSError where the folder itself cannot be listed.
     """
     for path in sorted(reading.directory.iterdir()):
+        if path.suffix == SUFFIX:
+            continue  # a status page, of a process that runs or was killed: `otel-dl status` tells of those
         if path.name in without:
             reading.pass_over("file of an earlier run", path.name)
         elif path.suffix != ".jsonl" or not path.is_file():
@@ -116,6 +122,7 @@ def _spans_of(request: Any) -> Iterator[Span]:
                     resource=resource,
                     scope=scope,
                     failed=span.get("status", {}).get("code") == _STATUS_ERROR,
+                    message=str(span.get("status", {}).get("message", "")),
                     links=tuple((str(link["traceId"]), str(link["spanId"])) for link in span.get("links", ())),
                 )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from opentelemetry import trace
@@ -67,9 +67,11 @@ class Carrier(NamedTuple):
     """Whether they leave through one that somebody else did."""
     resource: dict[str, Any]
     """Attributes of the resource in otel-dl's own SDK."""
+    pages: Sequence[str] = ()
+    """The path of each worker's status page, "" where there is none."""
 
     @classmethod
-    def make(cls, run: Run, nonce: str) -> Carrier:
+    def make(cls, run: Run, nonce: str, pages: Sequence[str] = ()) -> Carrier:
         trace_id, span_id = run.run_ids()
         head = run.keep.head
         if run.remote is not None:
@@ -94,6 +96,7 @@ class Carrier(NamedTuple):
             own_sdk=own,
             foreign_sdk=provider is not None and not own,
             resource=dict(resource.attributes) if resource is not None else {},
+            pages=pages,
         )
 
     def packed(self) -> Carrier:

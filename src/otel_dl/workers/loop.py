@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from otel_dl.faults import is_ours
+from otel_dl.forensics.writer import StatusPage, all_ranges
 from otel_dl.log import logger
 from otel_dl.recording import context, ids
 from otel_dl.recording.context import DerivedSpan
@@ -45,10 +46,11 @@ class BatchSpan(DerivedSpan):
 class Worker:
     """What a worker knows of itself. Fetches begin and end in its main thread."""
 
-    def __init__(self, carrier: Carrier, number: int, writer: Writer) -> None:
+    def __init__(self, carrier: Carrier, number: int, writer: Writer, page: StatusPage | None = None) -> None:
         self.carrier = carrier
         self.number = number
         self.writer = writer
+        self.page = page
         self.batch: tuple[int, int] | None = None
         """(round, index) of the fetch that is open."""
         self.dropped = 0
@@ -56,6 +58,8 @@ class Worker:
         self._pid = os.getpid()
         self._round = 0
         self._start = 0
+        self._samples: Any = None
+        """What torch's fetcher was given to read."""
         self._span: BatchSpan | None = None
         self._room = 0
 
@@ -77,9 +81,14 @@ class Worker:
         start = clock()
         if self.batch is not None:
             self._leave()  # it was passed over: the iteration had ended
+            if self.page is not None:
+                self.page.clear(start)
         if type(message) is tuple:
             self._start = start
-            self._enter((self._round, message[0]))  # pyright: ignore[reportUnknownArgumentType]
+            index, self._samples = cast("tuple[int, Any]", message)
+            if self.page is not None:
+                self.page.fetching(self._round, index, start, self._samples)
+            self._enter((self._round, index))
         elif type(message).__name__ == "_ResumeIteration":
             # Once a worker and epoch: torch/utils/data/dataloader.py::_reset, 2.15.
             self._round += 1
@@ -96,15 +105,30 @@ class Worker:
         if index != begun:
             return
         end = clock()
+        if self.page is not None:
+            self.page.fetched(round, index, self._start, end)
         self._leave()
-        read, error = True, ""
+        read, error, samples = True, "", ""
         kind = type(data).__name__
         if kind == "ExceptionWrapper":
             error = _name(data.exc_type)
+            samples = all_ranges(self._samples)
         elif kind == "_IterableDatasetStopIteration":
             read = False
-        body = wire.encode_fetch(self.number, self._pid, round, index, self._start, end, self.dropped, read, error)
+        body = wire.encode_fetch(
+            self.number, self._pid, round, index, self._start, end, self.dropped, read, error, samples
+        )
         self.writer.write(wire.FETCH, body)
+
+    def ended(self, error: BaseException | None) -> None:
+        """torch's loop was left, by `error` where it did not end as it was told to."""
+        try:
+            # `sys.exit` says nothing beyond the exit status.
+            if self.page is not None and not isinstance(error, SystemExit):
+                self.page.ended(_name(type(error)) if error is not None else "")
+            self.writer.flush()
+        except Exception as fault:
+            _fault(fault)
 
     def _enter(self, batch: tuple[int, int]) -> None:
         self.batch = batch
@@ -174,10 +198,14 @@ def run(carrier: Carrier, descriptor: int | None, original: Callable[..., Any], 
     except Exception:
         logger.warning("otel-dl: a fault of ours in a DataLoader worker; it is not recorded.", exc_info=True)
     try:
-        return original(*args)
-    finally:
+        result = original(*args)
+    except BaseException as error:
         if worker is not None:
-            worker.writer.flush()
+            worker.ended(error)
+        raise
+    if worker is not None:
+        worker.ended(None)
+    return result
 
 
 def _prepare(
@@ -186,7 +214,8 @@ def _prepare(
     # By name: 2.15 calls the second one `dataset_holder`, torchdata's loop has one more at the end.
     place = {name: at for at, name in enumerate(inspect.signature(original).parameters)}
     wrapped = list(args)
-    worker = Worker(carrier, args[place["worker_id"]], Writer(descriptor))
+    number = args[place["worker_id"]]
+    worker = Worker(carrier, number, Writer(descriptor), _page(carrier, number))
     if start_method() == "forkserver":
         # It was forked from a server that knows the environment of the time when it began.
         carriers.replace(os.environ, carrier.environment)
@@ -199,6 +228,14 @@ def _prepare(
     if init is not None and carrier.restore_env:
         wrapped[place["init_fn"]] = _restoring(init)
     return worker, tuple(wrapped)
+
+
+def _page(carrier: Carrier, number: int) -> StatusPage | None:
+    path = carrier.pages[number] if number < len(carrier.pages) else ""
+    try:
+        return StatusPage(path) if path else None
+    except OSError:  # the parent is gone, and its folder with it; or a filesystem that has no shared mappings
+        return None
 
 
 def _restoring(init: Callable[[int], Any]) -> Callable[[int], Any]:

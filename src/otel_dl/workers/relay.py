@@ -140,6 +140,13 @@ class Relay:
                 self._spans -= len(fetch.spans)
             return fetch
 
+    def peek(self, key: Key) -> Fetch | None:
+        """The same for those who need it before its step is built; it stays."""
+        with self._lock:
+            if key not in self._fetches:
+                self.drain()
+            return self._fetches.get(key)
+
     def expired(self) -> list[Fetch]:
         """Sampled fetches that no step took."""
         with self._lock:
@@ -212,6 +219,7 @@ class Relay:
             False,
             spans,
             message.dropped,
+            message.samples,
         )
         self._fetches[pipe.nonce, message.round, message.batch] = fetch
         if len(self._fetches) > FETCHES:

@@ -37,6 +37,8 @@ class FetchMessage(NamedTuple):
     dropped: int
     read: bool
     error: str
+    samples: str
+    """Where it failed, as ranges."""
 
 
 class Frame(NamedTuple):
@@ -66,15 +68,25 @@ def frames(buffer: bytearray) -> Iterator[Frame]:
 
 
 def encode_fetch(
-    worker: int, pid: int, round: int, batch: int, start: int, end: int, dropped: int, read: bool, error: str
+    worker: int,
+    pid: int,
+    round: int,
+    batch: int,
+    start: int,
+    end: int,
+    dropped: int,
+    read: bool,
+    error: str,
+    samples: str = "",
 ) -> bytes:
     """See `FetchMessage`."""
     packed = _FETCH.pack(worker, pid, round, batch, start, end, dropped, read)
-    return packed + error.encode("utf-8", "replace") if error else packed
+    return packed + f"{error}\n{samples}".encode("utf-8", "replace") if error else packed
 
 
 def decode_fetch(body: bytes) -> FetchMessage:
-    return FetchMessage._make((*_FETCH.unpack_from(body), body[_FETCH.size :].decode()))
+    error, _, samples = body[_FETCH.size :].decode().partition("\n")
+    return FetchMessage._make((*_FETCH.unpack_from(body), error, samples))
 
 
 def encode_resource(number: int, resource: Resource) -> bytes:

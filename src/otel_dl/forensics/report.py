@@ -1,0 +1,50 @@
+"""What status pages say, a line a process: for people who ask what runs, or what ran when it died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from otel_dl.forensics import ends
+from otel_dl.forensics.layout import End
+from otel_dl.forensics.reader import Page
+
+
+def lines(pages: Sequence[Page]) -> list[str]:
+    """Such as "pid 123 (rank 0 worker 2) died in dataloader.fetch of batch 17, samples 34-35; last event 12:00:05"."""
+    return [f"{_who(page)} {_state(page)} {_doing(page)}{_when(page)}" for page in pages]
+
+
+def _who(page: Page) -> str:
+    worker = f" worker {page.worker}" if page.worker is not None else ""
+    pid = f"pid {page.pid}" if page.pid else f"a process that pid {page.parent} started"
+    return f"{pid} (rank {page.rank}{worker})"
+
+
+def _state(page: Page) -> str:
+    alive = page.alive()
+    if alive is None:
+        return f"on {page.host}, whether it lives is unknown," if page.pid else "said nothing"
+    if alive:
+        return "runs,"
+    if page.end is End.FINISHED:
+        return "finished"
+    return f"ended by {page.error or 'an exception'}" if page.end is End.EXCEPTION else "died"
+
+
+def _doing(page: Page) -> str:
+    if page.worker is not None:
+        return ends.doing(page)
+    step = f" of step {page.step}" if page.step is not None else ""
+    if page.phases is None:
+        return f"doing what is unknown{step}: its status page is torn"
+    if page.phases:
+        return f"in {page.phases[-1].name}{step}"
+    return f"outside any phase{step}" if step else "outside any step"
+
+
+def _when(page: Page) -> str:
+    if not page.pid:
+        return ""
+    since = (page.epoch + page.last() - page.began) / 1e9
+    return f"; last event {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}"

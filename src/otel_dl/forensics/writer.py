@@ -1,0 +1,182 @@
+"""Writes a status page: stores into memory that the kernel keeps when the process is killed.
+
+The mapping holds no descriptor: a script that closes what it did not open takes nothing away, and nobody's is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, Final, cast
+from zlib import crc32
+
+from otel_dl.forensics import layout
+from otel_dl.forensics.processes import process_started
+from otel_dl.forensics.samples import ranges
+from otel_dl.recording.identity import Identity
+from otel_dl.recording.records import clock
+from otel_dl.recording.status import Status
+
+_FAILED: Final = ctypes.c_void_p(-1).value
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+_phase = layout.PHASE_STRUCT.pack_into
+_number = layout.NUMBER_STRUCT.pack_into
+_taken = layout.BATCH_STRUCT.pack_into
+_done = layout.DONE_STRUCT.pack_into
+_ALL: Final = 100_000
+_STACK: Final = tuple(layout.PHASES + layout.PHASE_SIZE * depth for depth in range(layout.DEPTH))
+
+
+def create(path: str, identity: Identity, *, worker: int = -1, parent: int = 0, nonce: str = "") -> None:
+    """Makes the file of a page, mode 0600, its room taken; raises OSError, and leaves no file, where it can't."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        # A store to a mapping that finds no room on the disk is SIGBUS: here it is an error.
+        os.posix_fallocate(descriptor, 0, layout.SIZE)
+        texts = (nonce.encode()[:32], identity.run.encode()[:96], os.uname().nodename.encode()[:64])
+        header = layout.HEADER_STRUCT.pack(layout.MAGIC, 0, 0, 0, 0, parent, identity.rank, worker, *texts)
+        os.pwrite(descriptor, header + layout.NUMBER_STRUCT.pack(-1), 0)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+class StatusPage(Status):
+    """The calling process's page, which `create` made at `path`. Raises OSError where it can't be mapped."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.address = _map(path)
+        self._memory = memoryview((ctypes.c_char * layout.SIZE).from_address(self.address)).cast("B")
+        self._depth = 0
+        self._fetches = self._busy = self._idle = 0
+        self._pid = os.getpid()
+        now = clock()
+        layout.PROCESS_STRUCT.pack_into(
+            self._memory, layout.PID, self._pid, process_started(self._pid), now, time.time_ns()
+        )
+        self._since = now
+        """When the worker became idle."""
+
+    def close(self) -> None:
+        """Takes the mapping away; the file stays as it is. A writer in C must not write from now on."""
+        address, self.address = self.address, 0
+        if address:
+            self._memory = memoryview(bytearray(layout.SIZE))  # what comes too late is lost
+            _libc.munmap(address, layout.SIZE)
+
+    # What the recorder says.
+
+    def push(self, kind: int, start: int) -> None:
+        depth = self._depth
+        self._depth = depth + 1
+        if depth < layout.DEPTH:
+            _phase(self._memory, _STACK[depth], kind, start, kind ^ start ^ layout.CHECK)
+
+    def pop(self, end: int) -> None:
+        depth = self._depth - 1
+        if depth < 0:
+            return
+        self._depth = depth
+        if depth < layout.DEPTH:
+            _phase(self._memory, _STACK[depth], 0, end, end ^ layout.CHECK)
+
+    def clear(self, now: int) -> None:
+        while self._depth:
+            self.pop(now)
+
+    def step(self, number: int) -> None:
+        _number(self._memory, layout.STEP, number)
+
+    def batch(self, epoch: int, index: int, start: int) -> None:
+        self._batch(epoch, index, start, 0, layout.FORM_NONE, b"")
+
+    # What a worker says.
+
+    def fetching(self, round: int, index: int, start: int, samples: Any) -> None:
+        """The worker begins to read batch `index`: `samples` is what torch's fetcher is given, a list or one index."""
+        self._idle += start - self._since
+        count, form, data = _samples(samples)
+        self._batch(round, index, start, count, form, data)
+        self.push(layout.FETCH, start)
+
+    def fetched(self, round: int, index: int, start: int, end: int) -> None:
+        """It has read the batch; it is idle from `end` on."""
+        self.clear(end)
+        self._since = end
+        self._fetches += 1
+        self._busy += end - start
+        fetches, busy, idle = self._fetches, self._busy, self._idle
+        check = round ^ index ^ end ^ fetches ^ busy ^ idle ^ layout.CHECK
+        _done(self._memory, layout.DONE, round, index, end, fetches, busy, idle, check)
+
+    def ended(self, error: str = "") -> None:
+        """The worker's loop has ended, by the exception of this name where there is one."""
+        if os.getpid() != self._pid:  # a process that the worker forked
+            return
+        layout.ERROR_STRUCT.pack_into(self._memory, layout.ERROR, error.encode()[:64])
+        _number(self._memory, layout.END, layout.End.EXCEPTION if error else layout.End.FINISHED)
+
+    def _batch(self, round: int, index: int, start: int, count: int, form: int, data: bytes) -> None:
+        self._memory[layout.SAMPLES : layout.SAMPLES + len(data)] = data
+        check = round ^ index ^ start ^ count ^ form ^ crc32(data) ^ layout.CHECK
+        _taken(self._memory, layout.BATCH, round, index, start, count, form, check)
+
+
+def _samples(samples: Any, most: int = layout.SAMPLES_MOST) -> tuple[int, int, bytes]:
+    """(how many, their form, as many of them as there is room for), running nobody's code but `__index__`."""
+    wanted = cast("Sequence[Any]", samples if isinstance(samples, (list, tuple)) else (samples,))
+    count = len(wanted)
+    if not count or wanted[0] is None:  # an iterable dataset is told how many, not which
+        return count, layout.FORM_NONE, b""
+    room = wanted if count <= most else wanted[:most]
+    try:
+        return count, layout.FORM_INTEGERS, _integers(len(room)).pack(*room)
+    except (struct.error, TypeError):
+        if all(type(sample) is str for sample in room):
+            text = ",".join(room).encode("utf-8", "replace")[: layout.SAMPLES_SIZE]
+            return count, layout.FORM_TEXT, text.ljust(layout.SAMPLES_SIZE, b"\0")
+        return count, layout.FORM_NONE, b""
+
+
+def all_ranges(samples: Any) -> str:
+    """What torch's fetcher was given, as ranges; "" where that are no indices."""
+    count, form, data = _samples(samples, most=_ALL)
+    if form == layout.FORM_INTEGERS:
+        return ranges(_integers(len(data) // 8).unpack(data), count)
+    return ranges(data.rstrip(b"\0").decode("utf-8", "replace"), count) if form == layout.FORM_TEXT else ""
+
+
+@functools.lru_cache(layout.SAMPLES_MOST)
+def _integers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}q")
+
+
+def _map(path: str) -> int:
+    """The address of the page of that path."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(descriptor).st_size != layout.SIZE:
+            raise OSError(f"{path} is no status page")
+        address = _libc.mmap(
+            None, layout.SIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0
+        )  # fmt: skip
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), path)
+        return address
+    finally:
+        os.close(descriptor)

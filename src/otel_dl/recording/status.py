@@ -1,0 +1,28 @@
+"""Where the hot path leaves word of what runs now: the status page, as the recorder sees it.
+
+`otel_dl.forensics.writer.StatusPage` is what stands behind it; where there is no page (no room, no folder), nothing is.
+"""
+
+from __future__ import annotations
+
+
+class Status:
+    """No page: every call is lost. Only the thread that bounds steps writes."""
+
+    address = 0
+    """Where the page is mapped, for writers in C; 0 where there is none. Its layout: `otel_dl.forensics.layout`."""
+
+    def push(self, kind: int, start: int) -> None:
+        """A phase (a `Kind`) began at `start`, a reading of `clock`."""
+
+    def pop(self, end: int) -> None:
+        """The innermost open phase ended at `end`. One too many does nothing."""
+
+    def clear(self, now: int) -> None:
+        """No phase is open, whatever was said before."""
+
+    def step(self, number: int) -> None:
+        """The step that is open is this one; -1: none is."""
+
+    def batch(self, epoch: int, index: int, start: int) -> None:
+        """The batch in hand: `index` in this epoch of its loader, since `start`."""

@@ -1,0 +1,149 @@
+"""How a worker ended: what its span, the step and torch's own exception say, against what its dataset wrote down."""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.loader_jobs import run, spans
+from support.validate import validate
+
+from otel_dl.viewing.reading import Span
+
+METHODS = ("fork", "spawn", "forkserver")
+WAYS = ("finished", "exception", "SIGKILL", "SIGSEGV", "SIGBUS", "exit", "stuck")
+WHENS = ("first", "middle", "between")
+
+ENDS = {
+    "finished": ("finished", None, 0),
+    "exception": ("exception", None, None),
+    "SIGKILL": ("signal", "SIGKILL", None),
+    "SIGSEGV": ("signal", "SIGSEGV", None),
+    "SIGBUS": ("signal", "SIGBUS", None),
+    "exit": ("exit", None, 3),
+    "stuck": ("killed_by_parent", None, 0),  # torch's handler of SIGTERM exits with 0
+}
+"""`dl.worker.end`, `dl.worker.signal`, `dl.worker.exit_code`; a code of None: whatever it is."""
+WORDS = {
+    "exception": "KeyError",
+    "SIGKILL": "was killed by SIGKILL",
+    "SIGSEGV": "was killed by SIGSEGV",
+    "SIGBUS": "was killed by SIGBUS",
+    "exit": "ended with exit code 3",
+    "stuck": "is alive",
+}
+
+
+class Cell(NamedTuple):
+    method: str
+    way: str
+    when: str
+
+
+class Outcome(NamedTuple):
+    cell: Cell
+    guilty: dict[str, Any] | None
+    seen: dict[str, Any]
+    spans: list[Span]
+    left: list[str]
+    """What is left in the folder beside traces."""
+
+
+def job(cell: Cell, directory: Path) -> Outcome:
+    truth, traces = directory / "truth", directory / "traces"
+    truth.mkdir(parents=True)
+    seen = json.loads(run("worker_ends.py", *cell, str(truth), directory=traces, OMP_NUM_THREADS="1"))
+    guilty = truth / "guilty"
+    return Outcome(
+        cell,
+        json.loads(guilty.read_text()) if guilty.exists() else None,
+        seen,
+        spans(traces),
+        [path.name for path in traces.iterdir() if path.suffix != ".jsonl"],
+    )
+
+
+def holds(ranges: str, sample: int) -> bool:
+    bounds = [part.split("-") for part in ranges.split(",")]
+    return any(int(part[0]) <= sample <= int(part[-1]) for part in bounds)
+
+
+def wrong_about(outcome: Outcome) -> list[str]:
+    """What is said of the end that is not so, or not said."""
+    way, when, guilty = outcome.cell.way, outcome.cell.when, outcome.guilty
+    wrong = validate(outcome.spans)
+    workers = [span for span in outcome.spans if span.name == "dataloader.worker"]
+    if guilty is None:
+        expected = 2 if when == "between" else 4
+        ends = [span.attributes["dl.worker.end"] for span in workers]
+        if ends != ["finished"] * expected:
+            wrong.append(f"workers ended as {ends}")
+        return wrong
+    found = [span for span in workers if span.attributes["dl.worker.pid"] == guilty["pid"]]
+    if len(workers) != 2 or len(found) != 1:
+        return [*wrong, f"{len(found)} spans of the guilty worker, {len(workers)} of all"]
+    said = found[0].attributes
+    end, signal, code = ENDS[way]
+    if (said["dl.worker.end"], said.get("dl.worker.signal"), said["dl.worker.id"]) != (end, signal, guilty["worker"]):
+        wrong.append(f"it says {said}")
+    if code is not None and said.get("dl.worker.exit_code") != code:
+        wrong.append(f"it says exit code {said.get('dl.worker.exit_code')}")
+    if (said.get("error.type") or "") != {"exception": "KeyError", "stuck": end}.get(way, signal or end):
+        wrong.append(f"error.type is {said.get('error.type')}")
+    others = {span.attributes["dl.worker.end"] for span in workers if span is not found[0]}
+    if not others <= {"finished", "killed_by_parent"}:
+        wrong.append(f"the other worker ended as {others}")
+    words = "; ".join(outcome.seen["notes"]) if sys.version_info >= (3, 11) else ""
+    failed = [span.message for span in outcome.spans if span.name == "train.step" and span.failed]
+    # An exception that leaves `iter()` belongs to no phase: the user may catch it, and no step fails of it.
+    in_step = bool(failed) or when != "between"
+    for text in [words, *failed] if in_step else [words]:
+        if f"worker {guilty['worker']} (pid {guilty['pid']})" not in text or WORDS[way] not in text:
+            wrong.append(f"the words are {text!r}")
+        if guilty["sample"] is not None and not holds(text.rpartition("samples ")[2], guilty["sample"]):
+            wrong.append(f"the guilty sample is not in {text!r}")
+    if guilty["sample"] is not None and way != "exception" and not holds(said["dl.sample.indices"], guilty["sample"]):
+        wrong.append(f"the samples in hand are {said['dl.sample.indices']}")
+    if guilty["sample"] is None and "dl.sample.indices" in said:
+        wrong.append("it had no samples in hand")
+    if (
+        in_step
+        and way != "exception"
+        and not any(
+            span.trace_id == found[0].trace_id for span in outcome.spans if span.name == "train.step" and span.failed
+        )
+    ):
+        wrong.append("it does not stand in the step that failed of it")
+    return wrong
+
+
+QUICK = [
+    Cell("fork", "finished", "middle"),
+    Cell("fork", "SIGKILL", "middle"),
+    Cell("fork", "exit", "first"),
+    Cell("spawn", "SIGSEGV", "middle"),
+    Cell("fork", "exception", "between"),
+]
+ALL = [Cell(method, way, when) for method in METHODS for way in WAYS for when in WHENS]
+REST = [cell for cell in ALL if cell not in QUICK]
+
+
+@pytest.mark.parametrize("cells", [QUICK, pytest.param(REST, marks=pytest.mark.long)], ids=["quick", "rest"])
+def test_what_is_said_of_a_workers_end_is_so(
+    cells: list[Cell], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(lambda cell: job(cell, tmp_path / "-".join(cell)), cells))
+    verdicts = {outcome.cell: wrong_about(outcome) for outcome in outcomes}
+    with capsys.disabled():
+        print(f"\n{'start':<11}{'end':<11}{'when':<9}{'torch raised':<22}{'wrong':>6}")
+        for outcome in outcomes:
+            method, way, when = outcome.cell
+            raised = outcome.seen["type"] or "nothing"
+            print(f"{method:<11}{way:<11}{when:<9}{raised:<22}{len(verdicts[outcome.cell]):>6}")
+    assert not {cell: wrong for cell, wrong in verdicts.items() if wrong}
+    assert not any(outcome.left for outcome in outcomes), "a page of a job that ended in order"
