@@ -6,17 +6,21 @@ added, and so is reading what the worker reports. A worker tells its CPU time in
 
 from __future__ import annotations
 
+import atexit
 import time
 
 import torch
 from _measure import Sample, added, interleaved, machine, spread, timed
 from torch.utils.data import DataLoader, Dataset
 
+from otel_dl.forensics.folder import StatusFolder
 from otel_dl.patches import dataloader
 from otel_dl.patches._patching import Patches
+from otel_dl.patches.workers import Watch
 from otel_dl.recording.keep import NeverHead
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
+from otel_dl.workers import ring
 from otel_dl.workers.relay import Relay
 
 ROUNDS = 41
@@ -46,13 +50,18 @@ class Case:
         self._patched = patched
         self._run = Run(Settings(), NeverHead())
         self._relay = Relay(self._run)
+        self._folder = StatusFolder(None, ring.SIZE)
+        self._watch = Watch(self._run, self._relay, self._folder)
+        if patched:
+            self._folder.open(self._run.identity)
+            atexit.register(self._folder.close)
         self.worker: list[float] = []
         """ns of CPU time a batch where the batches are read, one value a round."""
 
     def __call__(self) -> Sample:
         patches = Patches("dataloader")
         if self._patched:
-            dataloader.install(self._run, patches, self._relay)
+            dataloader.install(self._run, patches, self._relay, self._watch)
         try:
             batches = iter(self._loader)
             lane = self._run.local.lane

@@ -14,8 +14,10 @@ from _measure import Sample, added, interleaved, machine, timed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from otel_dl.forensics.folder import StatusFolder
 from otel_dl.patches import dataloader, training
 from otel_dl.patches._patching import Patches
+from otel_dl.patches.workers import Watch
 from otel_dl.recording.keep import NeverHead
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
@@ -60,7 +62,8 @@ def hooked(targets: list[str]) -> Callable[[], Sample]:
         for target in targets:
             patches = Patches(target)
             if target == "dataloader":
-                dataloader.install(current, patches, Relay(current))
+                relay = Relay(current)
+                dataloader.install(current, patches, relay, Watch(current, relay, StatusFolder(None)))
             else:
                 training.INSTALLERS[target](current, patches)
             installed.append(patches)

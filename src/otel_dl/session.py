@@ -29,6 +29,7 @@ from otel_dl.recording.spans import SpanBuilder
 from otel_dl.recording.status import Status
 from otel_dl.settings import Settings
 from otel_dl.version import __version__
+from otel_dl.workers import ring
 from otel_dl.workers.relay import Relay
 
 SetUp = Literal["now", "late", "never"]
@@ -85,7 +86,7 @@ class Session:
         self.set_up_sdk = set_up_sdk
         self.run = Run(settings, AdaptiveHead())
         self.relay = Relay(self.run)
-        self.folder = StatusFolder(keywords.get("directory") or os.environ.get("OTEL_DL_DIR") or None)
+        self.folder = StatusFolder(keywords.get("directory") or os.environ.get("OTEL_DL_DIR") or None, ring.SIZE)
         self.watch = Watch(self.run, self.relay, self.folder)
         self._connection: Connection | None = None
         self._builder: Builder | None = None

@@ -33,13 +33,15 @@ def temporary() -> Path:
 
 
 class StatusFolder:
-    """Makes and removes pages. `configured` is the folder that the user named, None where there is none.
+    """Makes and removes pages. `configured` is the folder that the user named, None where there is none; behind each
+    worker's page there are `tail` bytes for others.
 
     A page that can't be made is said once; from then on the run goes on without pages.
     """
 
-    def __init__(self, configured: str | None) -> None:
+    def __init__(self, configured: str | None, tail: int = 0) -> None:
         self._configured = configured
+        self._tail = tail
         self._begin()
 
     def _begin(self) -> None:
@@ -67,7 +69,7 @@ class StatusFolder:
 
     def worker(self, nonce: str, number: int) -> str:
         """The path of a page for a worker that is about to start, "" where there is none."""
-        return self._create(f"-{nonce[:_RUN_DIGITS]}-{number}", {"worker": number, "nonce": nonce})
+        return self._create(f"-{nonce[:_RUN_DIGITS]}-{number}", {"worker": number, "nonce": nonce, "tail": self._tail})
 
     def _create(self, name: str, more: dict[str, int | str]) -> str:
         identity = self._identity

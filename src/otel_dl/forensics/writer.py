@@ -1,14 +1,9 @@
-"""Writes a status page: stores into memory that the kernel keeps when the process is killed.
-
-The mapping holds no descriptor: a script that closes what it did not open takes nothing away, and nobody's is closed.
-"""
+"""Writes a status page: stores into memory that the kernel keeps when the process is killed."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import mmap
 import os
 import struct
 import time
@@ -17,17 +12,12 @@ from typing import Any, Final, cast
 from zlib import crc32
 
 from otel_dl.forensics import layout
+from otel_dl.forensics.memory import Memory
 from otel_dl.forensics.processes import process_started
 from otel_dl.forensics.samples import ranges
 from otel_dl.recording.identity import Identity
 from otel_dl.recording.records import clock
 from otel_dl.recording.status import Status
-
-_FAILED: Final = ctypes.c_void_p(-1).value
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 _phase = layout.PHASE_STRUCT.pack_into
 _number = layout.NUMBER_STRUCT.pack_into
@@ -37,12 +27,13 @@ _ALL: Final = 100_000
 _STACK: Final = tuple(layout.PHASES + layout.PHASE_SIZE * depth for depth in range(layout.DEPTH))
 
 
-def create(path: str, identity: Identity, *, worker: int = -1, parent: int = 0, nonce: str = "") -> None:
-    """Makes the file of a page, mode 0600, its room taken; raises OSError, and leaves no file, where it can't."""
+def create(path: str, identity: Identity, *, worker: int = -1, parent: int = 0, nonce: str = "", tail: int = 0) -> None:
+    """Makes the file of a page, mode 0600, its room and that of `tail` bytes behind it taken; raises OSError, and
+    leaves no file, where it can't."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         # A store to a mapping that finds no room on the disk is SIGBUS: here it is an error.
-        os.posix_fallocate(descriptor, 0, layout.SIZE)
+        os.posix_fallocate(descriptor, 0, layout.SIZE + tail)
         texts = (nonce.encode()[:32], identity.run.encode()[:96], os.uname().nodename.encode()[:64])
         header = layout.HEADER_STRUCT.pack(layout.MAGIC, 0, 0, 0, 0, parent, identity.rank, worker, *texts)
         os.pwrite(descriptor, header + layout.NUMBER_STRUCT.pack(-1), 0)
@@ -57,10 +48,11 @@ def create(path: str, identity: Identity, *, worker: int = -1, parent: int = 0, 
 class StatusPage(Status):
     """The calling process's page, which `create` made at `path`. Raises OSError where it can't be mapped."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, tail: int = 0) -> None:
         self.path = path
-        self.address = _map(path)
-        self._memory = memoryview((ctypes.c_char * layout.SIZE).from_address(self.address)).cast("B")
+        self._mapped = Memory(path, layout.SIZE + tail)
+        self.address = self._mapped.address
+        self._memory = self._mapped.view
         self._depth = 0
         self._fetches = self._busy = self._idle = 0
         self._pid = os.getpid()
@@ -73,10 +65,14 @@ class StatusPage(Status):
 
     def close(self) -> None:
         """Takes the mapping away; the file stays as it is. A writer in C must not write from now on."""
-        address, self.address = self.address, 0
-        if address:
-            self._memory = memoryview(bytearray(layout.SIZE))  # what comes too late is lost
-            _libc.munmap(address, layout.SIZE)
+        self.address = 0
+        self._mapped.close()
+        self._memory = self._mapped.view
+
+    @property
+    def tail(self) -> memoryview:
+        """What lies behind the page in its file."""
+        return self._mapped.view[layout.SIZE :]
 
     # What the recorder says.
 
@@ -163,20 +159,3 @@ def all_ranges(samples: Any) -> str:
 @functools.lru_cache(layout.SAMPLES_MOST)
 def _integers(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}q")
-
-
-def _map(path: str) -> int:
-    """The address of the page of that path."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        if os.fstat(descriptor).st_size != layout.SIZE:
-            raise OSError(f"{path} is no status page")
-        address = _libc.mmap(
-            None, layout.SIZE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0
-        )  # fmt: skip
-        if address == _FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), path)
-        return address
-    finally:
-        os.close(descriptor)

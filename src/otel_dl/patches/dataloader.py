@@ -212,8 +212,9 @@ def _install_workers(
         run.start()
         starting.nonce = nonce = os.urandom(16).hex()
         off = run.keep.head.off
-        starting.carrier = Carrier.make(run, nonce, () if off else watch.pages(nonce, workers))
-        starting.ends = [None] * workers if off else relay.open(nonce, workers)
+        pages = () if off else watch.pages(nonce, workers)
+        starting.carrier = Carrier.make(run, nonce, pages)
+        starting.ends = [None] * workers if off else relay.open(nonce, workers, pages)
         starting.given = 0
 
     @functools.wraps(original_init)

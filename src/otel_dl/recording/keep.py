@@ -22,6 +22,8 @@ SLOW_FROM: Final = 100
 
 CAP_PER_MINUTE: Final = 6
 CAP_PER_RUN: Final = 1_000
+_GOLDEN: Final = 0x9E3779B1
+"""2 ** 32 by the golden ratio: scatters consecutive numbers (Knuth, The Art of Computer Programming, 6.4)."""
 _MINUTE_NS: Final = 60_000_000_000
 
 
@@ -63,13 +65,12 @@ class AdaptiveHead:
 def batch_sampled(head: Head, nonce: str, round: int, index: int) -> bool:
     """The decision for the trace of a batch that a worker reads, known before the batch has a step.
 
-    Where no sampler is set: the first ones, as with steps, then a fixed share by the id, which every process that
-    knows the batch computes alike.
+    Where no sampler is set: the first ones, as with steps, then a fixed share, which every process that knows the batch
+    computes alike, and which is spread over all workers.
     """
-    if head.adaptive and round == 0 and index < CREDIT:
-        return True
-    trace_id = ids.trace_id(nonce, TraceKind.BATCH, round, index)
-    return trace_id % EVERY == 0 if head.adaptive else head.other(trace_id, SpanName.FETCH)
+    if head.adaptive:
+        return (round == 0 and index < CREDIT) or ((index + round) * _GOLDEN >> 16) % EVERY == 0
+    return head.other(ids.trace_id(nonce, TraceKind.BATCH, round, index), SpanName.FETCH)
 
 
 class NeverHead:

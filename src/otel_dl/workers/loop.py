@@ -21,8 +21,9 @@ from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.records import clock
 from otel_dl.semconv import TraceKind
 from otel_dl.workers import carrier as carriers
-from otel_dl.workers import spans, wire
+from otel_dl.workers import ring, spans, wire
 from otel_dl.workers.carrier import Carrier
+from otel_dl.workers.ring import RingWriter
 from otel_dl.workers.writer import Writer
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ class BatchSpan(DerivedSpan):
     def __init__(self, worker: Worker, batch: tuple[int, int], outer: Context) -> None:
         super().__init__(False, outer)
         self._worker = worker
-        self._batch = batch
+        self.batch = batch
 
     def ids(self) -> tuple[int, int]:
-        self.sampled = self._worker.sampled(self._batch)
-        parts = (self._worker.carrier.nonce, TraceKind.BATCH, *self._batch)
+        self.sampled = self._worker.sampled(self.batch)
+        parts = (self._worker.carrier.nonce, TraceKind.BATCH, *self.batch)
         return ids.trace_id(*parts), ids.span_id(*parts, "fetch")
 
 
@@ -51,6 +52,7 @@ class Worker:
         self.number = number
         self.writer = writer
         self.page = page
+        self._ring = RingWriter(page.tail) if page is not None else None
         self.batch: tuple[int, int] | None = None
         """(round, index) of the fetch that is open."""
         self.dropped = 0
@@ -61,6 +63,8 @@ class Worker:
         self._samples: Any = None
         """What torch's fetcher was given to read."""
         self._span: BatchSpan | None = None
+        self._attached: Context | None = None
+        """The context in which `_span` is."""
         self._room = 0
 
     def room(self) -> bool:
@@ -115,6 +119,9 @@ class Worker:
             samples = all_ranges(self._samples)
         elif kind == "_IterableDatasetStopIteration":
             read = False
+        plain = read and not error and not self.dropped and self._room == self.carrier.span_limit
+        if plain and self._ring is not None and self._ring.write(round, index, self._start, end):
+            return
         body = wire.encode_fetch(
             self.number, self._pid, round, index, self._start, end, self.dropped, read, error, samples
         )
@@ -134,6 +141,13 @@ class Worker:
         self.batch = batch
         self._room = self.carrier.span_limit
         self.dropped = 0
+        span = self._span
+        if span is not None:
+            if context.get_current() is self._attached:
+                span.batch = batch
+                span.open = True
+                return
+            self._span = None
         outer, current = context.current()
         if current.is_recording():
             return
@@ -143,12 +157,19 @@ class Worker:
             return
         self._span = BatchSpan(self, batch, outer)
         context.attach(self._span)
+        self._attached = context.get_current()
 
     def _leave(self) -> None:
         self.batch = None
-        span, self._span = self._span, None
-        if span is not None:
-            context.detach(span)
+        span = self._span
+        if span is None:
+            return
+        if span.asked is None and context.get_current() is self._attached:
+            # It may stand for the next fetch as well; until then it is closed, and what it covers counts.
+            span.open = False
+            return
+        self._span = None
+        context.detach(span)
 
 
 class IndexQueue:
@@ -233,7 +254,7 @@ def _prepare(
 def _page(carrier: Carrier, number: int) -> StatusPage | None:
     path = carrier.pages[number] if number < len(carrier.pages) else ""
     try:
-        return StatusPage(path) if path else None
+        return StatusPage(path, ring.SIZE) if path else None
     except OSError:  # the parent is gone, and its folder with it; or a filesystem that has no shared mappings
         return None
 

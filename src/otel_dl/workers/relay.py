@@ -1,4 +1,7 @@
-"""The parent's end: one pipe a worker, read by the builder; fetches wait here for the step that takes their batch."""
+"""The parent's end: a pipe and a ring for each worker, read by the builder.
+
+Fetches wait here for the step that takes their batch.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,13 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry.sdk.resources import Resource
 
+from otel_dl.forensics import layout
+from otel_dl.forensics.memory import Memory
 from otel_dl.log import logger
 from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.records import Fetch
-from otel_dl.workers import wire
+from otel_dl.workers import ring, wire
+from otel_dl.workers.ring import RingReader
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -33,19 +39,34 @@ READS: Final = 16
 """Reads of one pipe in one `drain` at most."""
 
 Key = tuple[str, int, int]
+_Plain = tuple[tuple[int, int], int, int]
+"""((worker, pid), start, end) of a fetch that is nothing else: most are never asked for."""
 
 
 class _Pipe:
     """What came from one worker. `spans` are those of fetches that are not finished, by (round, index)."""
 
-    __slots__ = ("buffer", "descriptor", "nonce", "resources", "spans")
+    __slots__ = ("buffer", "descriptor", "memory", "nonce", "resources", "ring", "spans", "worker")
 
-    def __init__(self, descriptor: int, nonce: str) -> None:
+    def __init__(self, descriptor: int, nonce: str, worker: int, page: str) -> None:
         self.descriptor = descriptor
         self.nonce = nonce
+        self.worker = worker
+        self.memory: Memory | None = None
+        self.ring: RingReader | None = None
+        if page:
+            with contextlib.suppress(OSError):
+                self.memory = Memory(page, layout.SIZE + ring.SIZE)
+                self.ring = RingReader(self.memory.view[layout.SIZE :])
         self.buffer = bytearray()
         self.resources: dict[int, Resource] = {}
         self.spans: dict[tuple[int, int], list[ReadableSpan]] = {}
+
+    def close(self) -> None:
+        """Nothing comes from it any more."""
+        self.ring = None
+        if self.memory is not None:
+            self.memory.close()
 
 
 _left_open: list[int] = []
@@ -66,6 +87,13 @@ def _close_ended() -> None:
                 os.close(descriptor)
 
 
+def _whole(key: Key, fetch: Fetch | _Plain) -> Fetch:
+    if isinstance(fetch, Fetch):
+        return fetch
+    (worker, pid), start, end = fetch
+    return Fetch(*key, worker, pid, start, end, None, False, [], 0)
+
+
 class Relay:
     """`open` and `started` are called by the thread that starts workers, the rest by the one that builds spans."""
 
@@ -81,7 +109,7 @@ class Relay:
         self.dropped: Counter[str] = Counter()
         """What was lost on the way, by reason."""
         self._lock = threading.RLock()
-        self._fetches: dict[Key, Fetch] = {}
+        self._fetches: dict[Key, Fetch | _Plain] = {}
         self._expired: list[Fetch] = []
         self._outside: list[ReadableSpan] = []
         self._spans = 0
@@ -89,13 +117,14 @@ class Relay:
 
     # Starting workers.
 
-    def open(self, nonce: str, workers: int) -> list[int | None]:
-        """One pipe for each worker of the iterator with this nonce: their write ends, None where there is none.
+    def open(self, nonce: str, workers: int, pages: Sequence[str] = ()) -> list[int | None]:
+        """One pipe for each worker of the iterator with this nonce: their write ends, None where there is none. `pages`
+        are the paths of their status pages, "" for none.
 
         The calling thread starts the workers next, and then calls `started` with what it got.
         """
         writes: list[int | None] = []
-        for _ in range(workers):
+        for number in range(workers):
             try:
                 read, write = os.pipe()
             except OSError:
@@ -105,7 +134,7 @@ class Relay:
             os.set_blocking(read, False)
             with contextlib.suppress(OSError, AttributeError):  # the user's share of pipe memory is used up
                 fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # pyright: ignore[reportAttributeAccessIssue]
-            self._pipes[read] = _Pipe(read, nonce)
+            self._pipes[read] = _Pipe(read, nonce, number, pages[number] if pages else "")
             self._writes.add(write)
             writes.append(write)
         self._starting.ends = writes
@@ -127,6 +156,7 @@ class Relay:
             self._final = self._final or final
             for pipe in list(self._pipes.values()):
                 self._read(pipe)
+                self._read_ring(pipe)
 
     def take(self, key: Key) -> Fetch | None:
         """The fetch of the batch (nonce, round, index): what its worker wrote before it handed the batch over."""
@@ -136,8 +166,10 @@ class Relay:
             if key not in self._fetches:
                 self.drain()
             fetch = self._fetches.pop(key, None)
-            if fetch is not None:
-                self._spans -= len(fetch.spans)
+            if fetch is None:
+                return None
+            fetch = _whole(key, fetch)
+            self._spans -= len(fetch.spans)
             return fetch
 
     def peek(self, key: Key) -> Fetch | None:
@@ -145,7 +177,8 @@ class Relay:
         with self._lock:
             if key not in self._fetches:
                 self.drain()
-            return self._fetches.get(key)
+            fetch = self._fetches.get(key)
+            return _whole(key, fetch) if fetch is not None else None
 
     def expired(self) -> list[Fetch]:
         """Sampled fetches that no step took."""
@@ -183,6 +216,19 @@ class Relay:
                 except Exception:
                     self.dropped["messages not understood"] += 1
                     logger.debug("otel-dl: a worker's message was not understood", exc_info=True)
+
+    def _read_ring(self, pipe: _Pipe) -> None:
+        reader = pipe.ring
+        if reader is None:
+            return
+        nonce, worker, fetches = pipe.nonce, (pipe.worker, reader.pid), self._fetches
+        for round, index, start, end in reader.read():
+            fetches[nonce, round, index] = worker, start, end
+        while len(fetches) > FETCHES:
+            self._evict()
+        if reader.lost:
+            self.dropped["fetches of workers"] += reader.lost
+            reader.lost = 0
 
     def _receive(self, pipe: _Pipe, frame: wire.Frame) -> None:
         if frame.kind == wire.FETCH:
@@ -227,28 +273,33 @@ class Relay:
 
     def _make_room(self) -> bool:
         while self._spans >= SPANS and self._fetches:
-            fetch = self._evict()
-            if not fetch.sampled and fetch.spans:
-                self.dropped["spans of workers"] += len(fetch.spans)
+            self._evict(full=True)
         return self._spans < SPANS
 
-    def _evict(self) -> Fetch:
+    def _evict(self, full: bool = False) -> None:
+        """The oldest goes: where it is sampled to be exported by itself. `full`: as there is no room for spans."""
         key = next(iter(self._fetches))
         # Asked only here: with a step it goes where the step goes.
-        fetch = self._fetches.pop(key)._replace(sampled=batch_sampled(self._run.keep.head, *key))
-        self._spans -= len(fetch.spans)
-        if fetch.sampled:
+        sampled = batch_sampled(self._run.keep.head, *key)
+        fetch = self._fetches.pop(key)
+        if isinstance(fetch, Fetch):
+            self._spans -= len(fetch.spans)
+            if not sampled and fetch.spans and full:
+                self.dropped["spans of workers"] += len(fetch.spans)
+        if sampled:
+            fetch = _whole(key, fetch)._replace(sampled=True)
             if len(self._expired) < FETCHES:
                 self._expired.append(fetch)
             else:
                 self.dropped["fetches of workers"] += 1
-        return fetch
 
     def _close(self, pipe: _Pipe) -> None:
         """The worker has ended: spans of a fetch that it did not finish belong to none."""
         if self._pipes.pop(pipe.descriptor, None) is None:
             return
         os.close(pipe.descriptor)
+        self._read_ring(pipe)
+        pipe.close()
         for spans in pipe.spans.values():
             self._outside += spans
 
@@ -263,6 +314,8 @@ class Relay:
     def only(self, *keep: int | None) -> None:
         """Closes every pipe, in a worker but for its own write end."""
         pipes, self._pipes = self._pipes, {}
+        for pipe in pipes.values():
+            pipe.close()
         writes, self._writes = self._writes, set(self._writes & set(keep))
         for descriptor in (*pipes, *(writes - self._writes)):
             with contextlib.suppress(OSError):
@@ -273,6 +326,8 @@ class Relay:
         with its default action); a full one does not."""
         with self._lock:
             _left_open.extend(self._pipes)
+            for pipe in self._pipes.values():
+                pipe.close()
             self._pipes = {}
             self.only()
             _close_ended()
