@@ -45,10 +45,12 @@ class BatchSpan(DerivedSpan):
 class Worker:
     """What a worker knows of itself. Fetches begin and end in its main thread."""
 
-    def __init__(self, carrier: Carrier, number: int, writer: Writer) -> None:
+    def __init__(self, carrier: Carrier, number: int, writer: Writer, stateful: bool = False) -> None:
         self.carrier = carrier
         self.number = number
         self.writer = writer
+        self.stateful = stateful
+        """Whether the loop is torchdata's, which hands over (batch, worker, state) in the place of the batch."""
         self.batch: tuple[int, int] | None = None
         """(round, index) of the fetch that is open."""
         self.dropped = 0
@@ -97,6 +99,8 @@ class Worker:
             return
         end = clock()
         self._leave()
+        if self.stateful:
+            data = data[0]
         read, error = True, ""
         kind = type(data).__name__
         if kind == "ExceptionWrapper":
@@ -186,7 +190,7 @@ def _prepare(
     # By name: 2.15 calls the second one `dataset_holder`, torchdata's loop has one more at the end.
     place = {name: at for at, name in enumerate(inspect.signature(original).parameters)}
     wrapped = list(args)
-    worker = Worker(carrier, args[place["worker_id"]], Writer(descriptor))
+    worker = Worker(carrier, args[place["worker_id"]], Writer(descriptor), "worker_state" in place)
     if start_method() == "forkserver":
         # It was forked from a server that knows the environment of the time when it began.
         carriers.replace(os.environ, carrier.environment)
