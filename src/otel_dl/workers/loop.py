@@ -22,6 +22,7 @@ from otel_dl.semconv import TraceKind
 from otel_dl.workers import carrier as carriers
 from otel_dl.workers import spans, wire
 from otel_dl.workers.carrier import Carrier
+from otel_dl.workers.environment import Environment, initialiser, reader, unpickling
 from otel_dl.workers.writer import Writer
 
 if TYPE_CHECKING:
@@ -55,11 +56,19 @@ class Worker:
         """(round, index) of the fetch that is open."""
         self.dropped = 0
         """Spans of the user's in this fetch that found no room."""
+        self.environment: Environment | None = None
+        self.reader = ""
+        """What reads a batch, in the words of a warning."""
         self._pid = os.getpid()
         self._round = 0
         self._start = 0
         self._span: BatchSpan | None = None
         self._room = 0
+
+    def warn(self, message: str) -> None:
+        """Has the parent say it, once for all workers."""
+        if not self.writer.write(wire.WARNING, message.encode()):
+            logger.warning("%s", message)
 
     def room(self) -> bool:
         """Whether one more span of the user's belongs to this fetch; one that does not is counted."""
@@ -98,6 +107,8 @@ class Worker:
         if index != begun:
             return
         end = clock()
+        if self.environment is not None and self.environment.changed():
+            self.environment.restore(self.reader)
         self._leave()
         if self.stateful:
             data = data[0]
@@ -199,22 +210,27 @@ def _prepare(
     _enter_run(carrier)
     wrapped[place["index_queue"]] = IndexQueue(args[place["index_queue"]], worker)
     wrapped[place["data_queue"]] = DataQueue(args[place["data_queue"]], worker)
-    init = args[place["init_fn"]]
-    if init is not None and carrier.restore_env:
-        wrapped[place["init_fn"]] = _restoring(init)
+    if carrier.restore_env:
+        # Before 2.15 the dataset itself, later a list with it.
+        dataset = args[1][0] if "dataset_holder" in place else args[1]
+        worker.reader = reader(dataset, args[place["collate_fn"]])
+        worker.environment = environment = Environment(carrier.environment, worker.warn)
+        environment.restore(unpickling(dataset))
+        init = args[place["init_fn"]]
+        if init is not None:
+            wrapped[place["init_fn"]] = _restoring(environment, init)
     return worker, tuple(wrapped)
 
 
-def _restoring(init: Callable[[int], Any]) -> Callable[[int], Any]:
+def _restoring(environment: Environment, init: Callable[[int], Any]) -> Callable[[int], Any]:
     """The user's init function; entries that it removed are put back behind it."""
-    former = carriers.entries(os.environ)
 
     def initialise(number: int) -> Any:
         try:
             return init(number)
         finally:
             try:
-                carriers.put_back(os.environ, former)
+                environment.restore(initialiser(init))
             except Exception as error:
                 _fault(error)
 
