@@ -241,6 +241,23 @@ def test_an_iterator_older_than_the_run_has_waits_and_no_worker_that_reports() -
     assert not recorded.named("dataloader.fetch")
 
 
+def test_an_iterator_of_an_earlier_run_is_older_than_this_one() -> None:
+    loader = forked(Numbers(), persistent_workers=True)
+    with recording():
+        iterator = iter(loader)
+        train([next(iterator), next(iterator)])
+    with recording() as recorded:
+        train(DataLoader(Numbers()))
+        train(iterator)
+        assert train(loader) == list(range(6))
+    other, rest, again = waits(recorded)[:6], waits(recorded)[6:10], waits(recorded)[10:]
+    assert {wait["dl.loader.id"] for wait in other} == {0}
+    assert not any("dl.loader.id" in wait or "dl.worker.pid" in wait for wait in rest)
+    assert [(wait["dl.loader.id"], wait["dl.batch.index"]) for wait in again] == [(1, index) for index in range(6)]
+    assert all("dl.worker.pid" in wait for wait in again)
+    assert not any(span.links for span in recorded.named("dataloader.next"))
+
+
 def test_what_a_dataset_reads_from_a_loader_of_its_own_is_part_of_its_fetch() -> None:
     class Nested(Numbers):
         def third(self) -> None:

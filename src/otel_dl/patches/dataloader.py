@@ -36,6 +36,18 @@ _INFO = "_otel_dl"
 """Attribute of an iterator, which cannot be pickled or copied; the class has None for those that are older than us."""
 
 
+_begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Iterators that have an `Info`, by id."""
+
+
+def _forget_earlier_runs() -> None:
+    """An iterator that began under an earlier run is older than this one: its loader's number was that run's, and
+    nobody reads what its workers report."""
+    for iterator in list(_begun.values()):
+        iterator.__dict__.pop(_INFO, None)
+    _begun.clear()
+
+
 class Loaders:
     """Numbers for loaders in the order of first use, and their epochs, beside them: a loader may compare as it likes,
     be no key of a dict, and is not kept alive."""
@@ -89,6 +101,7 @@ def install(run: Run, patches: Patches, relay: Relay) -> None:
     from torch.utils.data import dataloader
     from torch.utils.data._utils import worker
 
+    _forget_earlier_runs()
     starting = Starting()
     several: Any = dataloader._MultiProcessingDataLoaderIter  # pyright: ignore[reportPrivateUsage]
     _install_iterators(patches, dataloader, starting)
@@ -132,6 +145,7 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
             watch_order(type(iterator))
         info.loader, info.epoch = loaders.epoch(loader)
         setattr(iterator, _INFO, info)
+        _begun[id(iterator)] = iterator
 
     def begin_again(iterator: Any, loader: Any) -> None:
         info: Info | None = getattr(iterator, _INFO)
@@ -340,7 +354,7 @@ def _watch_order(patches: Patches) -> Callable[[Any], None]:
         def _get_data(self: Any) -> Any:
             answer = original(self)
             info: Info | None = getattr(self, _INFO, None)
-            if info is not None:
+            if info is not None and type(answer[0]) is int:  # else a worker's answer to a new epoch
                 info.last = answer[0]
             return answer
 

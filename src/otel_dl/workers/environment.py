@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from otel_dl.settings import described
 from otel_dl.workers import carrier as carriers
@@ -47,14 +47,14 @@ def initialiser(function: Any) -> str:
 
 def unpickling(dataset: Any) -> str:
     """What a warning calls what ran before anything else in a spawned worker."""
-    return f"the unpickling of the worker, with its dataset {_name(dataset)},"
+    return f"the unpickling of the worker, with its dataset {_name(cast('type[Any]', type(dataset)))},"
 
 
 def reader(dataset: Any, collate: Any) -> str:
     """What a warning calls that which reads a batch of `dataset`."""
     from torch.utils.data import IterableDataset
 
-    kind: Any = type(dataset)
+    kind: type[Any] = type(dataset)
     if isinstance(dataset, IterableDataset):
         method = "__iter__"
     else:
@@ -68,6 +68,6 @@ def reader(dataset: Any, collate: Any) -> str:
 
 def _name(of: Any) -> str:
     while isinstance(of, functools.partial):
-        of = of.func  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    named: Any = of if hasattr(of, "__qualname__") else type(of)  # pyright: ignore[reportUnknownArgumentType]
-    return f"{named.__module__}.{named.__qualname__}"
+        of = cast("functools.partial[Any]", of).func
+    where: str = getattr(of, "__module__", None) or type(of).__module__
+    return f"{where}.{getattr(of, '__qualname__', type(of).__qualname__)}"
