@@ -478,6 +478,18 @@ def webdataset(job: Job) -> None:
 
 
 @kind
+def generator(job: Job) -> None:
+    """No DataLoader: the main process reads, whatever the start method."""
+
+    def batches() -> Iterator[list[dict]]:
+        for first in range(0, ITEMS, BATCH):
+            yield [read(first), read(first + 1)]
+
+    for _ in range(2):
+        job.epochs(otel_dl.loader(batches()), 1)
+
+
+@kind
 def outlives_a_run(job: Job) -> None:
     """The last kind: what comes behind it is of another run."""
     loader, number = job.loader(Map(), persistent_workers=False), job.use()

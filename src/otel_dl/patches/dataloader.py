@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+from otel_dl.batches import Batches
 from otel_dl.log import logger
 from otel_dl.patches._patching import Patches, guard
 from otel_dl.patches.recorder import compiled, recorder
@@ -104,8 +105,10 @@ def install(run: Run, patches: Patches, relay: Relay) -> None:
     _forget_earlier_runs()
     starting = Starting()
     several: Any = dataloader._MultiProcessingDataLoaderIter  # pyright: ignore[reportPrivateUsage]
-    _install_iterators(patches, dataloader, starting)
-    _install_waits(run, patches, dataloader)
+    loaders = Loaders()
+    _install_iterators(patches, dataloader, loaders, starting)
+    _install_waits(run, patches, dataloader._BaseDataLoaderIter)  # pyright: ignore[reportPrivateUsage]
+    _install_batches(run, patches, loaders)
     _install_workers(run, patches, relay, several, (worker,), starting)
 
     def torchdata(module: Any) -> None:
@@ -128,10 +131,9 @@ def _method(kind: Any, name: str) -> Any:
     return vars(kind)[name]  # pyright: ignore[reportUnknownVariableType]
 
 
-def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) -> None:
+def _install_iterators(patches: Patches, dataloader: Any, loaders: Loaders, starting: Starting) -> None:
     """Each epoch of each loader, as iterators begin and are begun again."""
     base: Any = dataloader._BaseDataLoaderIter
-    loaders = Loaders()
     watch_order = _watch_order(patches)
 
     def begin(iterator: Any, loader: Any) -> None:
@@ -222,8 +224,28 @@ class Next:
         return info.loader, info.epoch, info.fetched - 1, "", 0, None, 0, ""
 
 
-def _install_waits(run: Run, patches: Patches, dataloader: Any) -> None:
-    base: Any = dataloader._BaseDataLoaderIter
+def _install_batches(run: Run, patches: Patches, loaders: Loaders) -> None:
+    """What `otel_dl.loader` makes: as torch's iterator without workers."""
+    original_init = Batches.__init__
+
+    def begin(batches: Any, loader: Any) -> None:
+        info = Info("")
+        info.alone = True
+        info.loader, info.epoch = loaders.epoch(loader)
+        setattr(batches, _INFO, info)
+        _begun[id(batches)] = batches
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, loader: Any, iterator: Any) -> None:
+        original_init(self, loader, iterator)
+        guard(patches, begin, self, loader)
+
+    patches.replace(Batches, _INFO, None)
+    patches.replace(Batches, "__init__", __init__)
+    _install_waits(run, patches, Batches)
+
+
+def _install_waits(run: Run, patches: Patches, base: Any) -> None:
     patches.replace(base, "__next__", recorder(run, patches, Next(), _method(base, "__next__"), "Next"))
 
 

@@ -54,7 +54,7 @@ def reader(dataset: Any, collate: Any) -> str:
     """What a warning calls that which reads a batch of `dataset`."""
     from torch.utils.data import IterableDataset
 
-    kind: type[Any] = type(dataset)
+    kind = cast("type[Any]", type(dataset))
     if isinstance(dataset, IterableDataset):
         method = "__iter__"
     else:
