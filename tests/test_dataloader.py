@@ -28,7 +28,8 @@ from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
 from otel_dl.viewing.reading import Span
 
-METHODS = ("none", "fork", "spawn", "forkserver")
+QUICK = ("map_style", "iterable_style", "persistent", "stateful_resumed")
+"""Under spawn, where each worker has to import torch; the other kinds take their time."""
 
 
 class Trace:
@@ -36,93 +37,139 @@ class Trace:
 
     def __init__(self, directory: Path) -> None:
         self.spans = spans(directory)
-        self.steps = {span.attributes["dl.step"]: span for span in self.named("train.step")}
         self.by_id = {span.span_id: span for span in self.spans}
+        began: dict[str, int] = {}
+        for step in self.named("train.step"):
+            run = step.resource["dl.run.id"]
+            began[run] = min(began.get(run, step.start_ns), step.start_ns)
+        runs = sorted(began, key=began.__getitem__)
+        self.steps = {
+            (runs.index(step.resource["dl.run.id"]), step.attributes["dl.step"]): step
+            for step in self.named("train.step")
+        }
+        self.step_of = {step.span_id: place for place, step in self.steps.items()}
+        self.waits = [wait for wait in self.named("dataloader.next") if wait.parent_id in self.step_of]
+        self.fetches: dict[int, list[Span]] = collections.defaultdict(list)
+        for fetch in self.named("dataloader.fetch"):
+            self.fetches[fetch.resource["process.pid"]].append(fetch)
 
     def named(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.name == name]
 
-    def waits(self, step: Span) -> list[Span]:
-        return [s for s in self.named("dataloader.next") if s.parent_id == step.span_id]
+    def read(self, items: list[dict[str, Any]]) -> list[Span]:
+        """The fetches in which all of this was read: by this process, at this time."""
+        return [
+            fetch
+            for fetch in self.fetches[items[0]["pid"]]
+            if all(fetch.start_ns <= item["at"] <= fetch.end_ns for item in items)
+        ]
 
-    def fetches(self, wait: Span) -> list[Span]:
-        """Of the batch that `wait` returned: its child, or in a worker what it links to and is linked from."""
-        own = [s for s in self.named("dataloader.fetch") if s.parent_id == wait.span_id]
-        linked = [self.by_id[span_id] for _, span_id in wait.links if span_id in self.by_id]
-        return own + [s for s in linked if s.name == "dataloader.fetch" and (wait.trace_id, wait.span_id) in s.links]
+    def returned(self, fetch: Span) -> list[Span]:
+        """The waits that this fetch is a child of, or in a worker links to and is linked from."""
+        there = (fetch.trace_id, fetch.span_id)
+        return [
+            wait
+            for wait in self.waits
+            if fetch.parent_id == wait.span_id or (there in wait.links and (wait.trace_id, wait.span_id) in fetch.links)
+        ]
 
 
-def wrong_about(truth: dict[str, Any], trace: Trace) -> str:
-    """What the trace of this step says that is not so; empty where all is right, `missing` where there is no batch."""
-    step = trace.steps.get(truth["step"])
-    waits = trace.waits(step) if step else []
-    fetches = trace.fetches(waits[0]) if waits else []
-    if len(waits) != 1 or len(fetches) != 1:
+def verdict(step: dict[str, Any], batch: dict[str, Any], trace: Trace, taken: list[str]) -> str:
+    """What the trace says of this batch that is not so; empty where all is right. Notes the wait in `taken`."""
+    fetches = trace.read(batch["items"])
+    waits = [wait for fetch in fetches for wait in trace.returned(fetch)]
+    if not waits:
         return "missing"
-    wait, fetch = waits[0], fetches[0]
-    first = truth["batch"][0]
-    said = (
-        wait.attributes.get("dl.worker.id"),
-        wait.resource["process.pid"] if first["worker"] is None else (wait.attributes["dl.worker.pid"]),
-    )
-    if said != (first["worker"], first["pid"]) or fetch.resource["process.pid"] != first["pid"]:
+    if len(fetches) > 1 or len(waits) > 1:
+        return "double"
+    (fetch,), (wait,) = fetches, waits
+    taken.append(wait.span_id)
+    run, number = trace.step_of[wait.parent_id]
+    asked = number if batch["asked"] is None else step["step"] + batch["asked"]
+    if (run, number) != (step["run"], asked):
+        return "step"
+    first = batch["items"][0]
+    pid = wait.resource["process.pid"] if first["worker"] is None else wait.attributes.get("dl.worker.pid")
+    if (wait.attributes.get("dl.worker.id"), pid) != (first["worker"], first["pid"]):
         return "worker"
-    if (
-        fetch.resource.get("dl.worker.id") != first["worker"]
-        or fetch.attributes["dl.batch.index"] != (wait.attributes["dl.batch.index"])
-    ):
-        return "fetch"
-    if (wait.attributes["dl.loader.id"], step.attributes["dl.epoch"]) != (truth["loader"], truth["epoch"]):
+    if fetch.resource.get("dl.worker.id") != first["worker"]:
+        return "worker of the fetch"
+    if fetch.attributes["dl.batch.index"] != wait.attributes["dl.batch.index"]:
+        return "batch"
+    if wait.attributes["dl.loader.id"] != batch["loader"]:
+        return "loader"
+    began_with = batch is step["taken"][0] and batch["asked"] == 0
+    if began_with and trace.steps[run, number].attributes["dl.epoch"] != batch["epoch"]:
         return "epoch"
-    if not all(fetch.start_ns <= item["at"] <= fetch.end_ns for item in truth["batch"]):
-        return "time"
     if first["worker"] is not None and any(
-        (item["trace"], item["span"]) != (fetch.trace_id, fetch.span_id) for item in truth["batch"]
+        (item["trace"], item["span"]) != (fetch.trace_id, fetch.span_id) for item in batch["items"]
     ):
         return "context"
     return ""
 
 
-def test_table_of_batches_and_user_spans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = []
-    for method in METHODS:
-        directory = tmp_path / method
-        *truth, last = [json.loads(line) for line in run("loaders.py", method, directory=directory).splitlines()]
-        assert set(last["helpers"].values()) <= {1}, "threads of the fork server and the resource tracker"
-        assert len(list(directory.iterdir())) == 1, "neither they nor workers export anything"
-        trace = Trace(directory)
-        assert len(trace.steps) == len(truth)
-        decoded = collections.Counter((s.trace_id, s.attributes["index"]) for s in trace.named("decode"))
-        for kind in dict.fromkeys(step["kind"] for step in truth):
-            steps = [step for step in truth if step["kind"] == kind]
-            verdicts = collections.Counter(wrong_about(step, trace) for step in steps)
-            items = [item for step in steps for item in step["batch"]]
-            made = {
-                # Without workers they are in the step's trace, in one in the batch's own.
-                (item["trace"], item["index"])
-                for item in items
-            }
-            once = sum(decoded[span] == 1 for span in made)
-            rows.append(
-                (method, kind, len(steps), sum(verdicts.values()) - verdicts[""] - verdicts["missing"],
-                 verdicts["missing"], f"{once}/{len(items)}", dict(verdicts))
-            )  # fmt: skip
-            in_workers = {thread for item in items if item["worker"] is not None for thread in item["threads"]}
-            assert not any("otel" in thread for thread in in_workers)
-        inits = trace.named("init")
-        runs = {s.trace_id for s in trace.named("train.startup")}
-        assert {s.trace_id for s in inits} <= runs, "outside a fetch a worker's context is the run's"
-        assert len({s.attributes["pid"] for s in inits}) == len(inits)
-        started = {item["pid"] for step in truth for item in step["batch"] if item["worker"] is not None}
-        assert {s.attributes["pid"] for s in inits} == started
+@pytest.mark.parametrize(
+    ("method", "kinds"),
+    [
+        ("none", ()),
+        ("fork", ()),
+        ("spawn", QUICK),
+        ("forkserver", ()),
+        pytest.param("spawn", (), marks=pytest.mark.long),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "some_kinds" if value else "all_kinds",
+)
+def test_table_of_batches_and_user_spans(
+    method: str, kinds: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = run("loaders.py", method, *kinds, directory=tmp_path, timeout=400)
+    *truth, last = [json.loads(line) for line in output.splitlines()]
+    assert set(last["helpers"].values()) <= {1}, "threads of the fork server and the resource tracker"
+    files = {file.name.rpartition("-")[0] for file in tmp_path.iterdir()}
+    assert len(files) == 1, "neither they nor workers export anything"
+    trace = Trace(tmp_path)
+    decoded: dict[int, list[str]] = collections.defaultdict(list)
+    for span in trace.named("decode"):
+        decoded[span.attributes["at"]].append(span.trace_id)
+    rows: dict[str, collections.Counter[str]] = {}
+    taken: list[str] = []
+    in_workers: list[dict[str, Any]] = []
+    for step in truth:
+        row = rows.setdefault(step["kind"], collections.Counter())
+        row["steps"] += 1
+        for batch in step["taken"]:
+            row["batches"] += 1
+            row["wrong: " + verdict(step, batch, trace, taken)] += 1
+            for item in batch["items"]:
+                # Without workers they are in the step's trace, in one in the batch's own, in a thread in their own.
+                row["items"] += 1
+                found = decoded[item["at"]]
+                row["once"] += len(found) == 1 and (int(item["trace"], 16) == 0 or found == [item["trace"]])
+            in_workers += [item for item in batch["items"] if item["worker"] is not None]
+    kind_of = {(step["run"], step["step"]): step["kind"] for step in truth}
+    for wait in trace.waits:
+        if wait.span_id not in taken:
+            rows[kind_of[trace.step_of[wait.parent_id]]]["wrong: double"] += 1
     with capsys.disabled():
-        print(f"\n{'start':<11}{'loader':<12}{'batches':>8}{'wrong':>7}{'missing':>9}{'user spans':>12}")
-        for method, kind, batches, wrong, missing, once, _ in rows:
-            print(f"{method:<11}{kind:<12}{batches:>8}{wrong:>7}{missing:>9}{once:>12}")
-    for _, _, batches, wrong, missing, once, verdicts in rows:
-        assert (wrong, missing) == (0, 0), verdicts
-        assert once.split("/")[0] == once.split("/")[1] != "0", once
-        assert batches
+        print(f"\n{'start':<11}{'loader':<29}{'batches':>8}{'wrong':>7}{'missing':>9}{'double':>8}{'user spans':>12}")
+        for kind, row in rows.items():
+            row["bad"] = sum(n for what, n in row.items() if what.startswith("wrong: ")) - row["wrong: "]
+            missing, double = row["wrong: missing"], row["wrong: double"]
+            wrong = row["bad"] - missing - double
+            items = f"{row['once']}/{row['items']}"
+            print(f"{method:<11}{kind:<29}{row['batches']:>8}{wrong:>7}{missing:>9}{double:>8}{items:>12}")
+        for kind, lacks in last["missing"].items():
+            print(f"{method:<11}{kind:<29} not tried: {', '.join(lacks)} is not installed")
+    assert trace.steps.keys() == kind_of.keys()
+    for kind, row in rows.items():
+        assert not row["bad"], (kind, row)
+        assert row["once"] == row["items"] > 0, (kind, row)
+    assert not any("otel" in thread for item in in_workers for thread in item["threads"])
+    inits = trace.named("init")
+    runs = {s.trace_id for s in trace.named("train.startup")}
+    assert {s.trace_id for s in inits} <= runs, "outside a fetch a worker's context is the run's"
+    assert len({s.attributes["pid"] for s in inits}) == len(inits)
+    assert {s.attributes["pid"] for s in inits} >= {item["pid"] for item in in_workers}
 
 
 # In this process, with forked workers.
@@ -192,6 +239,23 @@ def test_an_iterator_older_than_the_run_has_waits_and_no_worker_that_reports() -
     assert [wait["dl.batch.index"] for wait in second] == list(range(6))
     assert all("dl.worker.pid" in wait and "dl.fetch.duration_ms" not in wait for wait in second)
     assert not recorded.named("dataloader.fetch")
+
+
+def test_an_iterator_of_an_earlier_run_is_older_than_this_one() -> None:
+    loader = forked(Numbers(), persistent_workers=True)
+    with recording():
+        iterator = iter(loader)
+        train([next(iterator), next(iterator)])
+    with recording() as recorded:
+        train(DataLoader(Numbers()))
+        train(iterator)
+        assert train(loader) == list(range(6))
+    other, rest, again = waits(recorded)[:6], waits(recorded)[6:10], waits(recorded)[10:]
+    assert {wait["dl.loader.id"] for wait in other} == {0}
+    assert not any("dl.loader.id" in wait or "dl.worker.pid" in wait for wait in rest)
+    assert [(wait["dl.loader.id"], wait["dl.batch.index"]) for wait in again] == [(1, index) for index in range(6)]
+    assert all("dl.worker.pid" in wait for wait in again)
+    assert not any(span.links for span in recorded.named("dataloader.next"))
 
 
 def test_what_a_dataset_reads_from_a_loader_of_its_own_is_part_of_its_fetch() -> None:
@@ -332,7 +396,7 @@ def test_batch_and_worker_are_known_in_each_form_of_torchs_iterator(form: Any, i
     patches = Patches("test")
     patch_dataloader._install_returned(Run(Settings(native=native), NeverHead()), patches, Iterator)
     if not in_order:
-        patch_dataloader._watch_order(patches, Iterator)()
+        patch_dataloader._watch_order(patches)(Iterator)
     iterator: Any = Iterator()
     for _ in range(3):
         iterator._try_put_index()

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.loader_jobs import run, spans
+from support.loader_jobs import run, run_both, spans
 
 METHODS = ("fork", "spawn", "forkserver")
 FEWER = ("fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long))
@@ -52,6 +52,42 @@ def test_nothing_is_put_back_where_a_setting_says_so(tmp_path: Path) -> None:
     output = run("worker_environment.py", "fork", directory=tmp_path, OTEL_DL_RESTORE_ENV="false")
     for answer in map(json.loads, output.splitlines()):
         assert answer["after"] == answer["left"]
+
+
+@pytest.mark.parametrize(
+    ("method", "way", "who"),
+    [
+        ("spawn", "unpickling", "the unpickling of the worker, with its dataset __mp_main__.Clearing,"),
+        ("forkserver", "unpickling", ""),  # it is given the four kinds anew in any case
+        ("fork", "init", "the worker_init_fn __main__.init"),
+        ("fork", "getitem", "__main__.Clearing.__getitem__ or the collate_fn __main__.first"),
+        ("fork", "collate", "__main__.Clearing.__getitem__ or the collate_fn __main__.clear_and_first"),
+        ("fork", "iter", "__main__.ClearingStream.__iter__ or the collate_fn __main__.first"),
+    ],
+)
+def test_whatever_clears_the_environment_it_is_put_back_and_named_once(
+    method: str, way: str, who: str, tmp_path: Path
+) -> None:
+    given = {"OTEL_SERVICE_NAME": "a job", "BAGGAGE": "user=7", "USER_SETTING": "1"}
+    output, said = run_both("worker_clears.py", method, way, directory=tmp_path, **given)
+    seen = [json.loads(line) for line in output.splitlines()]
+    assert len(seen) == 6
+    for number, environment in enumerate(seen):
+        assert four_kinds(environment).keys() == four_kinds(seen[0]).keys() >= {"TRACEPARENT", "OTEL_SERVICE_NAME"}
+        assert environment["BAGGAGE"] == "user=7"
+        cleared_before = way in ("unpickling", "init") or number % 3
+        assert ("USER_SETTING" in environment) != bool(cleared_before), "nothing else is put back"
+    warnings = [line for line in said.splitlines() if "removed" in line]
+    assert len(warnings) == bool(who), said
+    for warning in warnings:
+        assert warning.startswith(f"otel-dl: {who} removed BAGGAGE, ")
+        assert "OTEL_DL_RESTORE_ENV=false" in warning
+
+
+def test_where_a_setting_says_so_what_a_fetch_clears_stays_cleared_and_nothing_is_said(tmp_path: Path) -> None:
+    output, said = run_both("worker_clears.py", "fork", "getitem", directory=tmp_path, OTEL_DL_RESTORE_ENV="false")
+    assert [bool(json.loads(line)) for line in output.splitlines()] == [True, False, False] * 2
+    assert "removed" not in said
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,16 +9,19 @@ need no change at all. Importing this package imports neither torch nor the Open
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from otel_dl.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
     from otel_dl.recording.records import Step
 
-__all__ = ["__version__", "flush", "instrument", "keep", "span", "step", "uninstrument"]
+__all__ = ["__version__", "flush", "instrument", "keep", "loader", "span", "step", "uninstrument"]
+
+Batches = TypeVar("Batches", bound="Iterable[Any]")
 
 
 def instrument(**settings: Any) -> None:
@@ -69,6 +72,25 @@ def keep() -> None:
     if current is not None and current.run.current is not None:
         current.run.current.requested = True
         current.run.current.plain = False
+
+
+def loader(iterable: Batches) -> Batches:
+    """`iterable` again, with its batches recorded as those of a DataLoader without workers are.
+
+        for batch in otel_dl.loader(dataset.iter_torch_batches(batch_size=32)):
+            ...
+
+    For what is no `torch.utils.data.DataLoader` and reads from none: a generator, a webdataset, an IterableDataset of
+    Hugging Face's, Ray Data. Each `next()` is a `dataloader.next` and bounds steps; each `iter()` begins an epoch of
+    `iterable`. Of an iterator, which has one epoch, the result is an iterator. A DataLoader is recorded as ever.
+
+    Batches, exceptions, the length where there is one and all attributes are those of `iterable`; nothing is read
+    ahead. While tracing is off nothing is recorded; it may be switched on later. Raises nothing itself: what cannot be
+    iterated over says so in `iter()`.
+    """
+    from otel_dl.batches import wrap
+
+    return wrap(iterable)
 
 
 def _fault(error: BaseException) -> None:

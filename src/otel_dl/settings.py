@@ -80,7 +80,7 @@ class Settings:
         True,
         "OTEL_DL_RESTORE_ENV",
         BOOLEAN,
-        "put OTEL_*, TRACEPARENT, TRACESTATE, BAGGAGE back where a worker_init_fn removed them",
+        "put OTEL_*, TRACEPARENT, TRACESTATE, BAGGAGE back where what runs in a worker removed them",
     )
     step_records: int = _setting(
         1024, "OTEL_DL_STEP_RECORDS", _integer(16, 10_000), "records of one step at most; more are counted and dropped"

@@ -14,6 +14,13 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 def run(script: str, *arguments: str, directory: Path, timeout: float = 120, **environment: str) -> str:
     """Runs the script with the file exporter writing into `directory`; its standard output."""
+    return run_both(script, *arguments, directory=directory, timeout=timeout, **environment)[0]
+
+
+def run_both(
+    script: str, *arguments: str, directory: Path, timeout: float = 120, **environment: str
+) -> tuple[str, str]:
+    """The same; its standard output and what it said on stderr."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -29,7 +36,7 @@ def run(script: str, *arguments: str, directory: Path, timeout: float = 120, **e
     )
     assert done.returncode == 0, done.stderr
     assert "a fault of ours" not in done.stderr, done.stderr
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def spans(directory: Path) -> list[Span]:

@@ -45,6 +45,11 @@ class Patches:
         self._cells.append((cell, cell.cell_contents, replacement))
         cell.cell_contents = replacement
 
+    @property
+    def installed(self) -> bool:
+        """Whether something is replaced."""
+        return bool(self._saved or self._cells)
+
     def restore(self) -> None:
         while self._saved:
             owner, name, saved, ours = self._saved.pop()

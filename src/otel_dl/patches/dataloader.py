@@ -16,6 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import wrapt
+
+from otel_dl.batches import Batches
+from otel_dl.log import logger
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.recorder import compiled, recorder
 from otel_dl.patches.workers import INFO, Life, Watch
@@ -30,6 +34,18 @@ if TYPE_CHECKING:
     from otel_dl.recording.lane import Lane
     from otel_dl.recording.run import Run
     from otel_dl.workers.relay import Relay
+
+
+_begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Iterators that have an `Info`, by id."""
+
+
+def _forget_earlier_runs() -> None:
+    """An iterator that began under an earlier run is older than this one: its loader's number was that run's, and
+    nobody reads what its workers report."""
+    for iterator in list(_begun.values()):
+        iterator.__dict__.pop(INFO, None)
+    _begun.clear()
 
 
 class Loaders:
@@ -86,22 +102,40 @@ def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
     from torch.utils.data import dataloader
     from torch.utils.data._utils import worker
 
+    _forget_earlier_runs()
     starting = Starting()
-    _install_iterators(patches, dataloader, starting)
-    _install_waits(run, patches, dataloader, watch)
-    _install_workers(run, patches, relay, watch, dataloader, worker, starting)
+    several: Any = dataloader._MultiProcessingDataLoaderIter  # pyright: ignore[reportPrivateUsage]
+    loaders = Loaders()
+    _install_iterators(patches, dataloader, loaders, starting)
+    _install_waits(run, patches, dataloader._BaseDataLoaderIter, watch)  # pyright: ignore[reportPrivateUsage]
+    _install_batches(run, patches, loaders, watch)
+    _install_workers(run, patches, relay, watch, several, (worker,), starting)
     watch.install(patches, dataloader)
+
+    def torchdata(module: Any) -> None:
+        if not run.active or not patches.installed:
+            return
+        try:
+            _install_stateful(run, patches, relay, watch, module, starting)
+        except Exception:
+            # Not patches.restore(): what was patched of torch is whole.
+            logger.warning(
+                "otel-dl: torchdata lacks what the instrumentation of StatefulDataLoader needs: its batches have no"
+                " worker's reading beside them.",
+                exc_info=True,
+            )
+
+    wrapt.register_post_import_hook(torchdata, "torchdata.stateful_dataloader.stateful_dataloader")
 
 
 def _method(kind: Any, name: str) -> Any:
     return vars(kind)[name]  # pyright: ignore[reportUnknownVariableType]
 
 
-def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) -> None:
+def _install_iterators(patches: Patches, dataloader: Any, loaders: Loaders, starting: Starting) -> None:
     """Each epoch of each loader, as iterators begin and are begun again."""
     base: Any = dataloader._BaseDataLoaderIter
-    loaders = Loaders()
-    watch_order = _watch_order(patches, dataloader._MultiProcessingDataLoaderIter)
+    watch_order = _watch_order(patches)
 
     def begin(iterator: Any, loader: Any) -> None:
         nonce = ""
@@ -109,11 +143,12 @@ def _install_iterators(patches: Patches, dataloader: Any, starting: Starting) ->
             nonce, starting.nonce = starting.nonce, ""
         info = Info(nonce)
         info.in_order = getattr(loader, "in_order", True)  # absent in 2.4
-        if not info.in_order:
-            watch_order()
         info.alone = loader.num_workers == 0
+        if not (info.in_order or info.alone):
+            watch_order(type(iterator))
         info.loader, info.epoch = loaders.epoch(loader)
         setattr(iterator, INFO, info)
+        _begun[id(iterator)] = iterator
 
     def begin_again(iterator: Any, loader: Any) -> None:
         info: Info | None = getattr(iterator, INFO)
@@ -196,16 +231,44 @@ class Next:
         return info.loader, info.epoch, info.fetched - 1, "", 0, None, 0, ""
 
 
-def _install_waits(run: Run, patches: Patches, dataloader: Any, watch: Watch) -> None:
-    base: Any = dataloader._BaseDataLoaderIter
+def _install_batches(run: Run, patches: Patches, loaders: Loaders, watch: Watch) -> None:
+    """What `otel_dl.loader` makes: as torch's iterator without workers."""
+    original_init = Batches.__init__
+
+    def begin(batches: Any, loader: Any) -> None:
+        info = Info("")
+        info.alone = True
+        info.loader, info.epoch = loaders.epoch(loader)
+        setattr(batches, INFO, info)
+        _begun[id(batches)] = batches
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, loader: Any, iterator: Any) -> None:
+        original_init(self, loader, iterator)
+        patches.guard(begin, self, loader)
+
+    patches.replace(Batches, INFO, None)
+    patches.replace(Batches, "__init__", __init__)
+    _install_waits(run, patches, Batches, watch)
+
+
+def _install_waits(run: Run, patches: Patches, base: Any, watch: Watch) -> None:
     patches.replace(base, "__next__", recorder(run, patches, Next(watch), _method(base, "__next__"), "Next"))
 
 
 def _install_workers(
-    run: Run, patches: Patches, relay: Relay, watch: Watch, dataloader: Any, worker: Any, starting: Starting
+    run: Run,
+    patches: Patches,
+    relay: Relay,
+    watch: Watch,
+    several: Any,
+    modules: tuple[Any, ...],
+    starting: Starting,
 ) -> None:
-    """What a worker is given when it starts, and whose batch it is that comes back."""
-    several: Any = dataloader._MultiProcessingDataLoaderIter
+    """What a worker of the iterators `several` is given when it starts, and whose batch it is that comes back.
+
+    `modules`: where their `_worker_loop` is looked up by name.
+    """
     original_init = _method(several, "__init__")
 
     def give(workers: int) -> None:
@@ -236,20 +299,57 @@ def _install_workers(
         patches.guard(know_workers, self)
 
     patches.replace(several, "__init__", __init__)
-    patches.replace(worker, "_worker_loop", WorkerLoop(worker._worker_loop, run, relay, starting))
+    loop = WorkerLoop(modules[0]._worker_loop, run, relay, starting)
+    for module in modules:
+        patches.replace(module, "_worker_loop", loop)
+    watch.watch(patches, several)
     _install_returned(run, patches, several)
+
+
+def _install_stateful(run: Run, patches: Patches, relay: Relay, watch: Watch, module: Any, starting: Starting) -> None:
+    """torchdata's StatefulDataLoader: its iterators are of torch's base class, and a copy of torch's with workers.
+
+    Read in torchdata 0.11, stateful_dataloader/stateful_dataloader.py.
+    """
+    import torchdata.stateful_dataloader.worker as worker
+
+    several: Any = module._StatefulMultiProcessingDataLoaderIter
+    _install_workers(run, patches, relay, watch, several, (worker, module), starting)
+    for kind in (several, module._StatefulSingleProcessDataLoaderIter):
+        _install_resumption(run, patches, kind)
+
+
+def _install_resumption(run: Run, patches: Patches, kind: Any) -> None:
+    """An iterator that resumes in the middle of an epoch may have to read up to there, while it is made."""
+    original_init = _method(kind, "__init__")
+
+    @functools.wraps(original_init)
+    def __init__(self: Any, loader: Any, next_iter_state: Any = None) -> None:
+        if next_iter_state is None:
+            original_init(self, loader, next_iter_state)
+            return
+        lane = run.local.lane
+        kinds = lane.kinds
+        # As within a `next()`: what it reads there is given to nobody.
+        lane.kinds = kinds | NEXT
+        try:
+            original_init(self, loader, next_iter_state)
+        finally:
+            lane.kinds = kinds
+
+    patches.replace(kind, "__init__", __init__)
 
 
 def _install_returned(run: Run, patches: Patches, several: Any) -> None:
     original_process = _method(several, "_process_data")
     original_put = _method(several, "_try_put_index")
     # Three forms between 2.4 and 2.15: it counts the next index itself; its caller has done so before; and it is given
-    # the worker as well.
-    told = len(inspect.signature(original_process).parameters) > 2
+    # the worker as well. torchdata's has the state of the worker's dataset behind that.
+    told = any(name.startswith("worker") for name in inspect.signature(original_process).parameters)
     ahead = 0 if "_rcvd_idx" in inspect.unwrap(original_process).__code__.co_names else 1
 
     @functools.wraps(original_process)
-    def _process_data(self: Any, data: Any, *worker: int) -> Any:
+    def _process_data(self: Any, data: Any, *worker: Any) -> Any:
         info: Info | None = getattr(self, INFO, None)
         if info is not None and info.pids:
             try:
@@ -280,21 +380,22 @@ def _install_returned(run: Run, patches: Patches, several: Any) -> None:
         patches.replace(several, "_try_put_index", _try_put_index)
 
 
-def _watch_order(patches: Patches, several: Any) -> Callable[[], None]:
-    """What notes the index of each answer, for loaders that return batches as they come: patched with the first one,
-    others go without its microsecond."""
-    watching: list[Any] = []
+def _watch_order(patches: Patches) -> Callable[[Any], None]:
+    """What notes the index of each answer, for iterators that return batches as they come: a class is patched with the
+    first one, others go without its microsecond."""
+    watching: set[Any] = set()
 
-    def watch() -> None:
-        if watching:
+    def watch(several: Any) -> None:
+        if several in watching:
             return
-        watching.append(original := _method(several, "_get_data"))
+        watching.add(several)
+        original = several._get_data
 
         @functools.wraps(original)
         def _get_data(self: Any) -> Any:
             answer = original(self)
             info: Info | None = getattr(self, INFO, None)
-            if info is not None:
+            if info is not None and type(answer[0]) is int:  # else a worker's answer to a new epoch
                 info.last = answer[0]
             return answer
 

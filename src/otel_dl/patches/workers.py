@@ -95,11 +95,26 @@ class Watch:
         """By pid, of those whose end was not told."""
 
     def install(self, patches: Patches, dataloader: Any) -> None:
-        """`dataloader`: the module torch.utils.data.dataloader."""
-        several, signals = dataloader._MultiProcessingDataLoaderIter, dataloader._utils.signal_handling
+        """What tells of any worker. `dataloader`: the module torch.utils.data.dataloader."""
+        signals = dataloader._utils.signal_handling
+        original_check: Callable[[], None] = signals._error_if_any_worker_fails
+
+        @functools.wraps(original_check)
+        def _error_if_any_worker_fails() -> None:
+            try:
+                original_check()
+            except RuntimeError as error:
+                patches.guard(self.reported, error)
+                raise
+
+        patches.replace(signals, "_error_if_any_worker_fails", _error_if_any_worker_fails)
+        for name in ("terminate", "kill"):
+            patches.replace(processes.BaseProcess, name, self._noting(patches, name))
+
+    def watch(self, patches: Patches, several: Any) -> None:
+        """What tells of the workers of iterators of the class `several`."""
         own: dict[str, Any] = dict(vars(several))  # pyright: ignore[reportUnknownArgumentType]
         original_reset, original_shutdown = own["_reset"], own["_shutdown_workers"]
-        original_check: Callable[[], None] = signals._error_if_any_worker_fails
         guard = patches.guard
 
         @functools.wraps(original_reset)
@@ -117,19 +132,8 @@ class Watch:
             finally:
                 guard(self.over, iterator)
 
-        @functools.wraps(original_check)
-        def _error_if_any_worker_fails() -> None:
-            try:
-                original_check()
-            except RuntimeError as error:
-                guard(self.reported, error)
-                raise
-
         patches.replace(several, "_reset", _reset)
         patches.replace(several, "_shutdown_workers", _shutdown_workers)
-        patches.replace(signals, "_error_if_any_worker_fails", _error_if_any_worker_fails)
-        for name in ("terminate", "kill"):
-            patches.replace(processes.BaseProcess, name, self._noting(patches, name))
 
     def _noting(self, patches: Patches, name: str) -> Callable[..., Any]:
         original = vars(processes.BaseProcess)[name]

@@ -709,7 +709,7 @@ done:
 static PyObject *
 returned_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
-    if (PyVectorcall_NARGS(nargsf) == 3 && PyLong_Check(args[2])) {
+    if (PyVectorcall_NARGS(nargsf) >= 3 && PyLong_Check(args[2])) { /* torchdata's has a fourth */
         PyObject *found = PyObject_GetAttr(args[0], str_source);
         if (found != NULL && PyObject_TypeCheck(found, &SourceType)) {
             Source *source = (Source *)found;

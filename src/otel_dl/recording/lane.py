@@ -53,6 +53,12 @@ def is_failure(error: BaseException) -> bool:
     return type(error).__name__ != "_StopRecomputationError"
 
 
+def _is_of_another_epoch(record: tuple[Any, ...], loader: int, epoch: int) -> bool:
+    """Whether `record` is a batch of this loader, and not of this epoch of it."""
+    batch = record[4]
+    return batch is not None and batch[0] == loader and batch[1] != epoch
+
+
 class Segment(Enum):
     """What followed a batch, until the next one: nothing yet (it joins the next), evaluation alone, or training."""
 
@@ -341,9 +347,8 @@ class Lane(LaneState):
             elif step.stepped or step.error is not None:
                 self._close_step(step, start)
                 step = None
-            elif followed == Segment.NOTHING and self._left_behind(step, loader, epoch):
-                del step.records[step.segment :]
-                step.seen = step.segment
+            elif followed == Segment.NOTHING:
+                self._forget_left_behind(step, loader, epoch)
             if step is not None and not step.records:
                 step.start = start
         if step is None:
@@ -370,13 +375,18 @@ class Lane(LaneState):
             self._close_evaluation()
         return followed
 
-    def _left_behind(self, step: Step, loader: int, epoch: int) -> bool:
-        """Whether a batch that nothing followed is of an earlier epoch of this loader: then it was not prefetched."""
+    def _forget_left_behind(self, step: Step, loader: int, epoch: int) -> None:
+        """Batches that nothing followed and that are of an earlier epoch of this loader were not prefetched for it."""
         if step.segment == len(step.records):
-            return False
+            return
+        waiting = step.records[step.segment :]
         # Of one epoch all have the same answer, and few take batches of several loaders at a time.
-        batches = [record[4] for record in step.records[step.segment :][-_TOGETHER:] if record[4] is not None]
-        return any(batch[0] == loader and batch[1] != epoch for batch in batches)
+        if any(_is_of_another_epoch(record, loader, epoch) for record in waiting[-_TOGETHER:]):
+            kept = [r for r in waiting if r[4] is not None and not _is_of_another_epoch(r, loader, epoch)]
+            step.records[step.segment :] = kept
+            step.seen = len(step.records)
+            if kept and not step.segment:
+                step.start = kept[0][1]
 
     def _elsewhere(self, record: tuple[Any, ...]) -> None:
         """A batch that this thread read for the one that trains."""

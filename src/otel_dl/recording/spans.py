@@ -192,7 +192,9 @@ class SpanBuilder:
             while around and record.end > around[-1][0].end:
                 around.pop()
             parent = around[-1][1] if around else root
-            if record.kind != Kind.NEXT_ELSEWHERE:
+            if record.kind == Kind.NEXT_ELSEWHERE:
+                parent = root  # at the same time as a phase of this thread, not within it
+            else:
                 around.append((record, context))
             attributes: Attributes = {}
             links: list[Link] = []

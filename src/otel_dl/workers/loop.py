@@ -23,6 +23,7 @@ from otel_dl.semconv import TraceKind
 from otel_dl.workers import carrier as carriers
 from otel_dl.workers import ring, spans, wire
 from otel_dl.workers.carrier import Carrier
+from otel_dl.workers.environment import Environment, initialiser, reader, unpickling
 from otel_dl.workers.ring import RingWriter
 from otel_dl.workers.writer import Writer
 
@@ -47,16 +48,28 @@ class BatchSpan(DerivedSpan):
 class Worker:
     """What a worker knows of itself. Fetches begin and end in its main thread."""
 
-    def __init__(self, carrier: Carrier, number: int, writer: Writer, page: StatusPage | None = None) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        number: int,
+        writer: Writer,
+        page: StatusPage | None = None,
+        stateful: bool = False,
+    ) -> None:
         self.carrier = carrier
         self.number = number
         self.writer = writer
         self.page = page
         self._ring = RingWriter(page.tail) if page is not None else None
+        self.stateful = stateful
+        """Whether the loop is torchdata's, which hands over (batch, worker, state) in the place of the batch."""
         self.batch: tuple[int, int] | None = None
         """(round, index) of the fetch that is open."""
         self.dropped = 0
         """Spans of the user's in this fetch that found no room."""
+        self.environment: Environment | None = None
+        self.reader = ""
+        """What reads a batch, in the words of a warning."""
         self._pid = os.getpid()
         self._round = 0
         self._start = 0
@@ -66,6 +79,11 @@ class Worker:
         self._attached: Context | None = None
         """The context in which `_span` is."""
         self._room = 0
+
+    def warn(self, message: str) -> None:
+        """Has the parent say it, once for all workers."""
+        if not self.writer.write(wire.WARNING, message.encode()):
+            logger.warning("%s", message)
 
     def room(self) -> bool:
         """Whether one more span of the user's belongs to this fetch; one that does not is counted."""
@@ -111,7 +129,11 @@ class Worker:
         end = clock()
         if self.page is not None:
             self.page.fetched(round, index, self._start, end)
+        if self.environment is not None and self.environment.changed():
+            self.environment.restore(self.reader)
         self._leave()
+        if self.stateful:
+            data = data[0]
         read, error, samples = True, "", ""
         kind = type(data).__name__
         if kind == "ExceptionWrapper":
@@ -236,7 +258,7 @@ def _prepare(
     place = {name: at for at, name in enumerate(inspect.signature(original).parameters)}
     wrapped = list(args)
     number = args[place["worker_id"]]
-    worker = Worker(carrier, number, Writer(descriptor), _page(carrier, number))
+    worker = Worker(carrier, number, Writer(descriptor), _page(carrier, number), "worker_state" in place)
     if start_method() == "forkserver":
         # It was forked from a server that knows the environment of the time when it began.
         carriers.replace(os.environ, carrier.environment)
@@ -245,9 +267,15 @@ def _prepare(
     _enter_run(carrier)
     wrapped[place["index_queue"]] = IndexQueue(args[place["index_queue"]], worker)
     wrapped[place["data_queue"]] = DataQueue(args[place["data_queue"]], worker)
-    init = args[place["init_fn"]]
-    if init is not None and carrier.restore_env:
-        wrapped[place["init_fn"]] = _restoring(init)
+    if carrier.restore_env:
+        # Before 2.15 the dataset itself, later a list with it.
+        dataset = args[1][0] if "dataset_holder" in place else args[1]
+        worker.reader = reader(dataset, args[place["collate_fn"]])
+        worker.environment = environment = Environment(carrier.environment, worker.warn)
+        environment.restore(unpickling(dataset))
+        init = args[place["init_fn"]]
+        if init is not None:
+            wrapped[place["init_fn"]] = _restoring(environment, init)
     return worker, tuple(wrapped)
 
 
@@ -259,16 +287,15 @@ def _page(carrier: Carrier, number: int) -> StatusPage | None:
         return None
 
 
-def _restoring(init: Callable[[int], Any]) -> Callable[[int], Any]:
+def _restoring(environment: Environment, init: Callable[[int], Any]) -> Callable[[int], Any]:
     """The user's init function; entries that it removed are put back behind it."""
-    former = carriers.entries(os.environ)
 
     def initialise(number: int) -> Any:
         try:
             return init(number)
         finally:
             try:
-                carriers.put_back(os.environ, former)
+                environment.restore(initialiser(init))
             except Exception as error:
                 _fault(error)
 

@@ -33,6 +33,8 @@ FETCHES: Final = 4_096
 """Fetches that wait at most: those of steps that are not kept are never taken, and go when newer ones come."""
 SPANS: Final = 16_384
 """Spans of the user's that wait with them, or to be taken by `outside`, at most."""
+WARNINGS: Final = 16
+"""Different warnings of workers at most."""
 PIPE_BYTES: Final = 256 * 1024
 READ_BYTES: Final = 65_536
 READS: Final = 16
@@ -114,6 +116,7 @@ class Relay:
         self._outside: list[ReadableSpan] = []
         self._spans = 0
         self._final = False
+        self._warned: set[str] = set()
 
     # Starting workers.
 
@@ -236,6 +239,11 @@ class Relay:
         elif frame.kind == wire.RESOURCE:
             number, resource = wire.decode_resource(frame.body)
             pipe.resources[number] = resource
+        elif frame.kind == wire.WARNING:
+            message = frame.body.decode()
+            if message not in self._warned and len(self._warned) < WARNINGS:
+                self._warned.add(message)
+                logger.warning("%s", message)
         elif frame.kind == wire.SPAN:
             if self._spans >= SPANS and not self._make_room():
                 self.dropped["spans of workers"] += 1

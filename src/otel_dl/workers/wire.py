@@ -19,6 +19,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 FETCH: Final = 1
 SPAN: Final = 2
 RESOURCE: Final = 3
+WARNING: Final = 4
+"""Text that the parent logs, once for all workers."""
 
 HEADER: Final = struct.Struct("<IBI")
 _FETCH: Final = struct.Struct("<IIIIqqI?")
