@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -14,8 +16,8 @@ class NativeBuildHook(BuildHookInterface):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if sysconfig.get_config_var("Py_GIL_DISABLED"):
-            return  # importing it would switch the GIL on
+        if sysconfig.get_config_var("Py_GIL_DISABLED") or sys.byteorder != "little":
+            return  # importing it would switch the GIL on; it writes status pages as they lie in memory
         source = Path("src", "otel_dl", "recording", "_native.c")
         for stale in Path(self.root, source.parent).glob("_native.*.so"):
             stale.unlink()
@@ -33,7 +35,9 @@ def compile_extension(root: Path, name: str, source: Path) -> None:
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
-    extension = Extension(name, [str(root / source)], extra_compile_args=["-O2"])
+    digest = hashlib.sha256((root / source).read_bytes()).hexdigest()
+    macros = [("SOURCE", f'"{digest}"')]
+    extension = Extension(name, [str(root / source)], define_macros=macros, extra_compile_args=["-O2"])
     packages = {"": str(root / "src")}
     command = build_ext(Distribution({"name": "otel-dl", "ext_modules": [extension], "package_dir": packages}))
     command.inplace = True

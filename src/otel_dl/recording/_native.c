@@ -11,10 +11,16 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <structmember.h>
+#include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 /* Of `recording/records.py::Kind`. */
 enum { NEXT = 1, FORWARD = 4, EVAL_FORWARD = 128 | FORWARD, NEUTRAL_FORWARD = 256 | FORWARD };
+
+#ifndef SOURCE
+#define SOURCE "" /* the digest of this file, given by hatch_build.py */
+#endif
 
 static PyObject *str_training, *str_modules, *str_parameters, *str_compiled_call_impl, *str_call_impl, *str_source,
     *str_rcvd_idx;
@@ -736,6 +742,370 @@ returned_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwname
     return PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
 }
 
+/* Worker: the part of `workers.loop.Worker` that each fetch changes, and its status page and ring. */
+
+typedef struct {
+    PyObject_HEAD
+    char fetching, asked;
+    long long round, index, start, room, span_limit, dropped, entries_count;
+    PyObject *samples;  /* what torch's fetcher was given to read */
+    PyObject *span;     /* stands for the fetch in the context; None: there is none */
+    PyObject *attached; /* the context in which it is */
+    PyObject *entries;  /* the dict of the environment, None where nobody looks after it */
+    PyObject *variable;
+    long long pid;
+    int64_t *phase, *batch, *sample_words, *done, *ring; /* NULL: there is no page */
+    int64_t samples_most, ring_slots, fetch_kind, check;
+} Worker;
+
+static PyMemberDef worker_members[] = {
+    {"fetching", T_BOOL, offsetof(Worker, fetching), 0, NULL},
+    {"asked", T_BOOL, offsetof(Worker, asked), 0, NULL},
+    {"round", T_LONGLONG, offsetof(Worker, round), 0, NULL},
+    {"index", T_LONGLONG, offsetof(Worker, index), 0, NULL},
+    {"start", T_LONGLONG, offsetof(Worker, start), 0, NULL},
+    {"free", T_LONGLONG, offsetof(Worker, room), 0, NULL},
+    {"span_limit", T_LONGLONG, offsetof(Worker, span_limit), 0, NULL},
+    {"dropped", T_LONGLONG, offsetof(Worker, dropped), 0, NULL},
+    {"entries_count", T_LONGLONG, offsetof(Worker, entries_count), 0, NULL},
+    {"samples", T_OBJECT, offsetof(Worker, samples), 0, NULL},
+    {"span", T_OBJECT, offsetof(Worker, span), 0, NULL},
+    {"attached", T_OBJECT, offsetof(Worker, attached), 0, NULL},
+    {"entries", T_OBJECT, offsetof(Worker, entries), 0, NULL},
+    {NULL}};
+
+/* write(variable, address, phase, batch, samples, samples_most, done, ring, ring_slots, fetch_kind, check): where in
+ * the memory at `address` what stands (`forensics/layout.py`, `workers/ring.py`), and the OpenTelemetry context's
+ * variable. */
+static PyObject *
+worker_write(Worker *self, PyObject *args)
+{
+    PyObject *variable;
+    unsigned long long address, phase, batch, samples, done, ring;
+    long long samples_most, ring_slots, fetch_kind, check;
+    if (!PyArg_ParseTuple(args, "OKKKKLKKLLL", &variable, &address, &phase, &batch, &samples, &samples_most, &done,
+                          &ring, &ring_slots, &fetch_kind, &check))
+        return NULL;
+    if (!PyContextVar_CheckExact(variable) || !address) {
+        PyErr_SetString(PyExc_TypeError, "a ContextVar and an address");
+        return NULL;
+    }
+    Py_INCREF(variable);
+    Py_XSETREF(self->variable, variable);
+    self->phase = (int64_t *)(uintptr_t)(address + phase);
+    self->batch = (int64_t *)(uintptr_t)(address + batch);
+    self->sample_words = (int64_t *)(uintptr_t)(address + samples);
+    self->done = (int64_t *)(uintptr_t)(address + done);
+    self->ring = (int64_t *)(uintptr_t)(address + ring);
+    self->samples_most = samples_most;
+    self->ring_slots = ring_slots;
+    self->fetch_kind = fetch_kind;
+    self->check = check;
+    self->pid = (long long)getpid();
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef worker_methods[] = {{"write", (PyCFunction)worker_write, METH_VARARGS, NULL}, {NULL}};
+
+static int
+worker_traverse(Worker *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->samples);
+    Py_VISIT(self->span);
+    Py_VISIT(self->attached);
+    Py_VISIT(self->entries);
+    Py_VISIT(self->variable);
+    return 0;
+}
+
+static int
+worker_clear(Worker *self)
+{
+    Py_CLEAR(self->samples);
+    Py_CLEAR(self->span);
+    Py_CLEAR(self->attached);
+    Py_CLEAR(self->entries);
+    Py_CLEAR(self->variable);
+    return 0;
+}
+
+static void
+worker_dealloc(Worker *self)
+{
+    PyObject_GC_UnTrack(self);
+    worker_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject WorkerType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native.WorkerState",
+    .tp_basicsize = sizeof(Worker),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_members = worker_members,
+    .tp_methods = worker_methods,
+    .tp_traverse = (traverseproc)worker_traverse,
+    .tp_clear = (inquiry)worker_clear,
+    .tp_dealloc = (destructor)worker_dealloc,
+};
+
+/* Whether the span that stands for the fetch is in the context, and nobody has asked for its ids: then it may stand for
+ * the next one as well. */
+static int
+worker_span_unasked(Worker *worker)
+{
+    if (worker->asked || worker->span == NULL || worker->span == Py_None || worker->variable == NULL)
+        return 0;
+    PyObject *context = NULL;
+    if (PyContextVar_Get(worker->variable, NULL, &context) < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    int same = context != NULL && context == worker->attached;
+    Py_XDECREF(context);
+    return same;
+}
+
+static uint32_t crc_table[256];
+
+/* The CRC-32 of zlib. */
+static uint32_t
+crc32(const unsigned char *data, size_t size)
+{
+    uint32_t crc = 0xFFFFFFFFu;
+    for (size_t i = 0; i < size; i++)
+        crc = crc_table[(crc ^ data[i]) & 0xFF] ^ (crc >> 8);
+    return ~crc;
+}
+
+/* Writes the indices of the samples, a list of them or one; -1 where they are something else. */
+static int64_t
+worker_samples(Worker *worker, PyObject *samples)
+{
+    PyObject **items = &samples;
+    Py_ssize_t count = 1;
+    if (PyList_CheckExact(samples)) {
+        items = ((PyListObject *)samples)->ob_item;
+        count = PyList_GET_SIZE(samples);
+    }
+    if (count < 1 || count > worker->samples_most)
+        return -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int overflow = 1;
+        int64_t value = PyLong_CheckExact(items[i]) ? PyLong_AsLongLongAndOverflow(items[i], &overflow) : 0;
+        if (overflow)
+            return -1;
+        worker->sample_words[i] = value;
+    }
+    return count;
+}
+
+/* torch's loop was given `message`; whether that was an ordinary fetch that begins. */
+static int
+worker_received(Worker *worker, PyObject *message)
+{
+    if (worker->fetching || worker->phase == NULL || !PyTuple_CheckExact(message) || PyTuple_GET_SIZE(message) != 2
+        || !PyLong_CheckExact(PyTuple_GET_ITEM(message, 0)) || !worker_span_unasked(worker))
+        return 0;
+    int overflow;
+    int64_t index = PyLong_AsLongLongAndOverflow(PyTuple_GET_ITEM(message, 0), &overflow);
+    if (overflow)
+        return 0;
+    int64_t start = now();
+    PyObject *samples = PyTuple_GET_ITEM(message, 1);
+    int64_t count = worker_samples(worker, samples);
+    if (count < 0)
+        return 0;
+    volatile int64_t *batch = worker->batch, *phase = worker->phase;
+    int64_t crc = crc32((const unsigned char *)worker->sample_words, (size_t)count * 8);
+    batch[0] = worker->round;
+    batch[1] = index;
+    batch[2] = start;
+    batch[3] = count;
+    batch[4] = 1; /* FORM_INTEGERS */
+    batch[5] = worker->round ^ index ^ start ^ count ^ 1 ^ crc ^ worker->check;
+    phase[0] = worker->fetch_kind;
+    phase[1] = start;
+    phase[2] = worker->fetch_kind ^ start ^ worker->check;
+    worker->index = index;
+    worker->start = start;
+    worker->room = worker->span_limit;
+    worker->dropped = 0;
+    worker->fetching = 1;
+    Py_INCREF(samples);
+    Py_XSETREF(worker->samples, samples);
+    return 1;
+}
+
+/* torch's loop is about to hand `message` over; whether that is an ordinary fetch that ends. */
+static int
+worker_answers(Worker *worker, PyObject *message)
+{
+    if (!worker->fetching || worker->phase == NULL || !PyTuple_CheckExact(message) || PyTuple_GET_SIZE(message) != 2
+        || !PyLong_CheckExact(PyTuple_GET_ITEM(message, 0)) || worker->dropped || worker->room != worker->span_limit
+        || !worker_span_unasked(worker))
+        return 0;
+    int overflow;
+    if (PyLong_AsLongLongAndOverflow(PyTuple_GET_ITEM(message, 0), &overflow) != worker->index || overflow)
+        return 0;
+    const char *kind = Py_TYPE(PyTuple_GET_ITEM(message, 1))->tp_name;
+    if (strcmp(kind, "ExceptionWrapper") == 0 || strcmp(kind, "_IterableDatasetStopIteration") == 0)
+        return 0;
+    if (worker->entries != NULL && PyDict_Check(worker->entries)
+        && PyDict_Size(worker->entries) != worker->entries_count)
+        return 0;
+    if ((long long)getpid() != worker->pid)
+        return 0;
+    int64_t end = now();
+    volatile int64_t *done = worker->done, *phase = worker->phase, *ring = worker->ring;
+    int64_t number = ring[0];
+    volatile int64_t *slot = ring + 8 + 6 * (number % worker->ring_slots);
+    slot[0] = worker->round;
+    slot[1] = worker->index;
+    slot[2] = worker->start;
+    slot[3] = end;
+    slot[4] = number;
+    slot[5] = worker->round ^ worker->index ^ worker->start ^ end ^ number ^ worker->check;
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    ring[0] = number + 1;
+    int64_t fetches = done[3] + 1, busy = done[4] + (end - worker->start), idle = done[5] + (worker->start - done[2]);
+    done[0] = worker->round;
+    done[1] = worker->index;
+    done[2] = end;
+    done[3] = fetches;
+    done[4] = busy;
+    done[5] = idle;
+    done[6] = worker->round ^ worker->index ^ end ^ fetches ^ busy ^ idle ^ worker->check;
+    phase[0] = 0;
+    phase[1] = end;
+    phase[2] = end ^ worker->check;
+    worker->fetching = 0;
+    Py_INCREF(Py_None);
+    Py_XSETREF(worker->samples, Py_None);
+    return 1;
+}
+
+/* `get` of a worker's index queue, and `put` of its data queue: (worker, original, in Python). */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Worker *worker;
+    PyObject *original; /* the queue's own */
+    PyObject *noticed;  /* (message): tells the worker in Python */
+} Queue;
+
+static PyObject *
+get_call(Queue *queue, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    PyObject *message = PyObject_Vectorcall(queue->original, args, nargsf, kwnames);
+    if (message != NULL && !worker_received(queue->worker, message)) {
+        PyObject *answer = PyObject_CallOneArg(queue->noticed, message);
+        if (answer == NULL)
+            Py_CLEAR(message);
+        Py_XDECREF(answer);
+    }
+    return message;
+}
+
+static PyObject *
+put_call(Queue *queue, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    if (PyVectorcall_NARGS(nargsf) > 0 && !worker_answers(queue->worker, args[0])) {
+        PyObject *answer = PyObject_CallOneArg(queue->noticed, args[0]);
+        if (answer == NULL)
+            return NULL;
+        Py_DECREF(answer);
+    }
+    return PyObject_Vectorcall(queue->original, args, nargsf, kwnames);
+}
+
+static int
+queue_init(Queue *self, PyObject *args, PyObject *kwargs, vectorcallfunc call)
+{
+    static char *keywords[] = {"worker", "original", "noticed", NULL};
+    PyObject *worker, *original, *noticed;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO", keywords, &WorkerType, &worker, &original, &noticed))
+        return -1;
+    Py_INCREF(worker);
+    Py_XSETREF(self->worker, (Worker *)worker);
+    Py_INCREF(original);
+    Py_XSETREF(self->original, original);
+    Py_INCREF(noticed);
+    Py_XSETREF(self->noticed, noticed);
+    self->vectorcall = call;
+    return 0;
+}
+
+static int
+get_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return queue_init((Queue *)self, args, kwargs, (vectorcallfunc)get_call);
+}
+
+static int
+put_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return queue_init((Queue *)self, args, kwargs, (vectorcallfunc)put_call);
+}
+
+/* Before __init__, and of one whose __init__ failed. */
+static PyObject *
+not_made(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    PyErr_SetString(PyExc_TypeError, "a hook that was not initialised");
+    return NULL;
+}
+
+static PyObject *
+queue_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    Queue *self = (Queue *)type->tp_alloc(type, 0);
+    if (self != NULL)
+        self->vectorcall = not_made;
+    return (PyObject *)self;
+}
+
+static int
+queue_traverse(Queue *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->worker);
+    Py_VISIT(self->original);
+    Py_VISIT(self->noticed);
+    return 0;
+}
+
+static int
+queue_clear(Queue *self)
+{
+    self->vectorcall = not_made;
+    Py_CLEAR(self->worker);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->noticed);
+    return 0;
+}
+
+static void
+queue_dealloc(Queue *self)
+{
+    PyObject_GC_UnTrack(self);
+    queue_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+#define QUEUE(NAME, INIT)                                                                                             \
+    {                                                                                                                 \
+        PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native." NAME,                                   \
+        .tp_basicsize = sizeof(Queue),                                                                                \
+        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, .tp_new = queue_new,        \
+        .tp_init = INIT, .tp_call = PyVectorcall_Call, .tp_vectorcall_offset = offsetof(Queue, vectorcall),           \
+        .tp_traverse = (traverseproc)queue_traverse, .tp_clear = (inquiry)queue_clear,                                \
+        .tp_dealloc = (destructor)queue_dealloc,                                                                      \
+    }
+
+static PyTypeObject GetType = QUEUE("Get", get_init);
+static PyTypeObject PutType = QUEUE("Put", put_init);
+
 static int
 hook_init(Hook *self, PyObject *args, PyObject *kwargs, vectorcallfunc call)
 {
@@ -794,14 +1164,6 @@ static int
 next_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     return hook_init((Hook *)self, args, kwargs, (vectorcallfunc)next_call);
-}
-
-/* Before __init__, and of one whose __init__ failed. */
-static PyObject *
-not_made(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
-{
-    PyErr_SetString(PyExc_TypeError, "a hook that was not initialised");
-    return NULL;
 }
 
 static PyObject *
@@ -915,7 +1277,10 @@ PyInit__native(void)
         PyTypeObject *type;
     } types[] = {{"StepState", &StepType}, {"LaneState", &LaneType},       {"SourceState", &SourceType},
                  {"Phase", &PhaseType},    {"Forward", &ForwardType},      {"Next", &NextType},
-                 {"FastPath", &FastPathType}, {"Returned", &ReturnedType}};
+                 {"FastPath", &FastPathType}, {"Returned", &ReturnedType},
+                 {"WorkerState", &WorkerType},
+                 {"Get", &GetType},
+                 {"Put", &PutType}};
     static struct {
         PyObject **name;
         const char *text;
@@ -931,6 +1296,12 @@ PyInit__native(void)
         *names[i].name = PyUnicode_InternFromString(names[i].text);
         if (*names[i].name == NULL)
             return NULL;
+    }
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t crc = i;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc & 1 ? 0xEDB88320u ^ (crc >> 1) : crc >> 1;
+        crc_table[i] = crc;
     }
     zero = PyLong_FromLong(0);
     if (zero == NULL)
@@ -953,5 +1324,7 @@ PyInit__native(void)
             || PyModule_AddObjectRef(self, types[i].name, (PyObject *)types[i].type) < 0)
             Py_CLEAR(self);
     }
+    if (self != NULL && PyModule_AddStringConstant(self, "SOURCE", SOURCE) < 0)
+        Py_CLEAR(self);
     return self;
 }
