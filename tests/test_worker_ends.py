@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,8 @@ from support.validate import validate
 
 from otel_dl.viewing.reading import Span
 
+MANY = int(os.environ.get("OTEL_DL_TEST_WORKERS", 2_000))
+"""Workers that are started and ended; 10,000 of them take a quarter of an hour on two cores."""
 METHODS = ("fork", "spawn", "forkserver")
 WAYS = ("finished", "exception", "SIGKILL", "SIGSEGV", "SIGBUS", "exit", "stuck")
 WHENS = ("first", "middle", "between")
@@ -147,3 +150,29 @@ def test_what_is_said_of_a_workers_end_is_so(
             print(f"{method:<11}{way:<11}{when:<9}{raised:<22}{len(verdicts[outcome.cell]):>6}")
     assert not {cell: wrong for cell, wrong in verdicts.items() if wrong}
     assert not any(outcome.left for outcome in outcomes), "a page of a job that ended in order"
+
+
+@pytest.mark.parametrize(
+    ("workers", "killed"), [(100, 2), pytest.param(MANY, MANY // 50, marks=pytest.mark.long)], ids=["quick", "many"]
+)
+@pytest.mark.timeout(3600)
+def test_many_workers_leave_nothing_behind(
+    workers: int, killed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither file nor descriptor, thread, child, shared memory or mapping; what the process needs stays as it was."""
+    (tmp_path / "tmp").mkdir()
+    output = run(
+        "many_workers.py", str(workers), str(killed), directory=tmp_path / "traces", timeout=3500,
+        TMPDIR=str(tmp_path / "tmp"), OTEL_TRACES_SAMPLER="traceidratio", OTEL_TRACES_SAMPLER_ARG="0.01",
+    )  # fmt: skip
+    early, late = map(json.loads, output.splitlines())
+    notes, grown = late.pop("notes"), late.pop("rss") - early.pop("rss")
+    with capsys.disabled():
+        print(f"\n{workers} workers, {killed} of them killed: {grown / 2**20:+.1f} MiB since a tenth of them; {late}")
+    if sys.version_info >= (3, 11):
+        assert notes == killed, "each death has its words"
+    assert late == early
+    assert late["pages"] == 1, "the training process's own"
+    assert late["children"] == late["segments"] == 0
+    assert grown < 8 * 2**20
+    assert [path.suffix for path in (tmp_path / "traces").iterdir()] == [".jsonl"]
