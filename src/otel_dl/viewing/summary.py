@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
+from otel_dl.viewing.loading import Collector, Loading
 from otel_dl.viewing.reading import Span
 
 PARTS: Mapping[str, str] = {
@@ -60,6 +61,7 @@ class Distribution(NamedTuple):
     size: int
     median_ns: float
     p99_ns: int
+    mean_ns: float
 
 
 class Times(NamedTuple):
@@ -109,6 +111,7 @@ class Summary:
     """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
     """(span name, error.type) → how many failed spans of otel-dl's outside `train.step` itself."""
+    loading: Loading
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
@@ -123,6 +126,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
     workers: set[tuple[object, object]] = set()
     runs: dict[str, None] = {}
     failed_elsewhere: Counter[tuple[str, str]] = Counter()
+    loading = Collector()
     evaluations = evaluation_ns = user_spans = dropped = 0
 
     for span in spans:
@@ -131,6 +135,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
             continue
         runs.setdefault(_text(span, "dl.run.id"))
         dropped += _number(span, "otel_dl.dropped")
+        loading.add(span)
         if span.name == SpanName.STEP:
             steps.append(_step(span))
         elif span.name in PARTS:
@@ -148,6 +153,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
             failed_elsewhere[span.name, _text(span, "error.type")] += 1
 
     reasons = _keep_reasons(steps)
+    times = _times(steps, phases) if steps else None
     by_rank: defaultdict[int, list[Step]] = defaultdict(list)
     for step in steps:
         by_rank[step.rank].append(step)
@@ -156,7 +162,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
         kept=len(reasons),
         total=_total(steps),
         keep_reasons=Counter(reasons.values()),
-        times=_times(steps, phases) if steps else None,
+        times=times,
         ranks=[_rank(rank, by_rank[rank], phases) for rank in sorted(by_rank)],
         slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
         failed=sorted((s for s in steps if s.failed), key=lambda step: (step.run, step.number, step.rank)),
@@ -167,6 +173,10 @@ def summarize(spans: Iterable[Span]) -> Summary:
             if times
         ],
         failed_elsewhere=failed_elsewhere,
+        loading=loading.result(
+            times.steps.mean_ns if times is not None else None,
+            times.shares[PARTS[SpanName.NEXT]] if times is not None else None,
+        ),
         user_spans=user_spans,
         dropped=dropped,
     )
@@ -229,6 +239,7 @@ def _distribution(durations: Sequence[int]) -> Distribution:
         size=len(ordered),
         median_ns=statistics.median(ordered),
         p99_ns=ordered[math.ceil(0.99 * len(ordered)) - 1],
+        mean_ns=statistics.mean(ordered),
     )
 
 
