@@ -91,7 +91,7 @@ class Collector:
     def add(self, span: Span) -> None:
         said = span.attributes
         if span.name == SpanName.FETCH and "dl.worker.id" in said:
-            who = span.resource.get("host.name"), said["dl.worker.pid"], said["dl.worker.id"]
+            who = span.resource.get("host.name"), said.get("dl.worker.pid", 0), said["dl.worker.id"]
             self._by_worker[who].append(span.duration_ns)
             samples = said.get("dl.sample.indices")
             if samples and not span.failed:
@@ -110,7 +110,7 @@ class Collector:
             self._ready.append(said["dl.queue.depth"])
 
     def result(self, step_ns: float | None, wait: float | None) -> Loading:
-        """`step_ns`: the mean time of a step, of which the share `wait` is waiting for data."""
+        """`step_ns`: the median time of a step, of which the share `wait` is waiting for data."""
         lived = self._busy + self._idle
         busy = self._busy / lived if lived else None
         return Loading(

@@ -61,7 +61,6 @@ class Distribution(NamedTuple):
     size: int
     median_ns: float
     p99_ns: int
-    mean_ns: float
 
 
 class Times(NamedTuple):
@@ -174,7 +173,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
         ],
         failed_elsewhere=failed_elsewhere,
         loading=loading.result(
-            times.steps.mean_ns if times is not None else None,
+            times.steps.median_ns if times is not None else None,
             times.shares[PARTS[SpanName.NEXT]] if times is not None else None,
         ),
         user_spans=user_spans,
@@ -239,7 +238,6 @@ def _distribution(durations: Sequence[int]) -> Distribution:
         size=len(ordered),
         median_ns=statistics.median(ordered),
         p99_ns=ordered[math.ceil(0.99 * len(ordered)) - 1],
-        mean_ns=statistics.mean(ordered),
     )
 
 
