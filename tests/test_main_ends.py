@@ -32,6 +32,8 @@ MAIN = {
 HARD = ("SIGKILL", "SIGSEGV", "os._exit")
 WORKER = ("finished", "exception", "SIGKILL", "SIGSEGV", "SIGBUS", "exit", "stuck")
 WORKERS, BATCH = 2, 2
+STEP = 3
+"""In whose backward the training process ends."""
 
 
 class Outcome(NamedTuple):
@@ -104,6 +106,9 @@ def about_the_dead(outcome: Outcome) -> list[str]:
         held = {int(file.name.partition("-")[2]): int(file.read_text()) for file in outcome.truth.glob("held-*")}
         if len(mains) != 1 or mains[0].alive() or {page.parent for page in workers.values()} != {mains[0].pid}:
             wrong.append(f"pages of the training process: {mains}")
+        # Until the recorder writes the training process's page, it says nothing of steps; it never says what is not so.
+        elif mains[0].step not in (None, STEP) or not {p.name for p in mains[0].phases or ()} <= {"backward"}:
+            wrong.append(f"it died in the backward of step {STEP}, its page says {mains[0]}")
         if workers.keys() != held.keys():
             wrong.append(f"pages of workers {list(workers)}, there are {list(held)}")
         for pid, sample in held.items():
@@ -121,6 +126,8 @@ def about_the_dead(outcome: Outcome) -> list[str]:
         text=True,
         check=False,
     ).stdout.splitlines()
+    if not any(f"pid {mains[0].pid} (rank 0) died" in line for line in said):
+        wrong.append(f"otel-dl status says nothing of the training process: {said}")
     for pid, sample in held.items():
         batch = sample // BATCH
         words = f"dataloader.fetch of batch {batch}, samples {batch * BATCH}-{batch * BATCH + 1}"
