@@ -181,6 +181,57 @@ class TestReading:
         assert span.attributes["dl.step"] == 7
 
 
+def loaded(run: Run, *, wait: float, busy: float) -> None:
+    """100 steps of 10 ms, `wait` of it for data; two workers, one of which takes three times as long."""
+    run.span("dataloader.start_workers", 999, 5, dl__worker__count=2, dl__shm__free_bytes=64 * 2**20)
+    for number in range(100):
+        step = run.step(number, 10)
+        run.span("dataloader.next", number + 1, 10 * wait, parent=step, dl__queue__depth=number % 3)
+        worker = number % 2
+        attributes = {"dl__worker__id": worker, "dl__worker__pid": 70 + worker, "dl__batch__index": number}
+        if number == 41:
+            attributes["dl__sample__indices"] = "82-83"
+        run.span("dataloader.fetch", 1000 + number, 18 if worker else 6, **attributes)
+    for worker in range(2):
+        life = {"dl__worker__busy_ms": 1000 * busy, "dl__worker__idle_ms": 1000 * (1 - busy)}
+        run.span("dataloader.worker", 999, 1000, dl__worker__id=worker, dl__worker__end="finished", **life)
+
+
+class TestLoading:
+    @pytest.mark.parametrize(
+        ("wait", "busy", "advice"),
+        [
+            (0.05, 0.9, "would not help: steps wait"),
+            (0.4, 0.95, "would help, about 3 could keep up if there are processors for them: steps wait"),
+            (0.4, 0.1, "would not help, it is something else that the steps wait for: steps wait"),
+        ],
+    )
+    def test_whether_more_workers_would_help_and_from_what_it_follows(
+        self, wait: float, busy: float, advice: str
+    ) -> None:
+        run = Run()
+        loaded(run, wait=wait, busy=busy)
+        text = render_summary(summary_of(run))
+        line = next(line for line in text.splitlines() if line.startswith("More workers"))
+        assert advice in line
+        assert f"{wait:.1%} of their time, the 2 workers read {busy:.1%} of theirs" in line
+
+    def test_which_worker_and_which_samples_are_slow(self) -> None:
+        run = Run()
+        loaded(run, wait=0.1, busy=0.5)
+        text = render_summary(summary_of(run))
+        assert "worker 1 (pid 71): median 18 ms a batch, the others 6 ms" in text
+        assert "82-83: 18 ms in worker 1" in text
+        assert "busy 50.0% of their time, 1 batch ready at a next (median), 64 MiB of /dev/shm free" in text
+
+    def test_nothing_is_said_of_workers_where_there_are_none(self) -> None:
+        run = Run()
+        run.step(0, 10, forward=5)
+        text = render_summary(summary_of(run))
+        assert "Workers" not in text
+        assert "More workers" not in text
+
+
 class TestSummary:
     def test_nothing(self) -> None:
         summary = summary_of(Run())

@@ -133,8 +133,18 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute(
         "dl.sample.indices",
         str,
-        _on(SpanName.WORKER),
-        meaning="on a death: the indices of the samples in hand, as ranges, 256 characters at most",
+        _on(SpanName.WORKER, SpanName.FETCH),
+        meaning="as ranges, 256 characters at most: the samples that a worker had in hand when it died; of a fetch that"
+        " failed or took over 4 times the mean, those that it read",
+    ),
+    Attribute(
+        "dl.shm.free_bytes", int, _on(SpanName.START_WORKERS), meaning="room in /dev/shm when the workers were started"
+    ),
+    Attribute(
+        "dl.queue.depth",
+        int,
+        _on(SpanName.NEXT),
+        meaning="batches of workers that lay ready when it began, its own included (64 at most)",
     ),
     Attribute("dl.worker.fetches", int, _on(SpanName.WORKER), meaning="batches that it read"),
     Attribute("dl.worker.busy_ms", float, _on(SpanName.WORKER), meaning="how long it read them, in all"),

@@ -68,7 +68,9 @@ class Settings:
     """All settings; the table in the README is made from the fields' metadata."""
 
     enabled: bool = _setting(True, "OTEL_DL_ENABLED", BOOLEAN, "false: nothing is patched, nothing is exported")
-    directory: str = _setting("otel-dl-traces", "OTEL_DL_DIR", TEXT, "folder of the files that `otel_dl_file` writes")
+    directory: str = _setting(
+        "otel-dl-traces", "OTEL_DL_DIR", TEXT, "folder of status pages, and of the files that `otel_dl_file` writes"
+    )
     jaeger_url: str = _setting("", "OTEL_DL_JAEGER_URL", TEXT, "makes trace ids in messages and summaries links")
     exit_delay: float = _setting(
         5.0, "OTEL_DL_EXIT_DELAY", _number(0, 3600), "seconds that the end of the process waits for the export at most"

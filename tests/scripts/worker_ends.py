@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 BATCH, WORKERS, ITEMS = 2, 2, 16
 GUILTY = {"first": 1, "middle": 9, "between": None}
-TIMEOUT = 3
+TIMEOUT = {"fork": 3, "spawn": 15, "forkserver": 15}
+"""Seconds, in which the first batch has to come."""
 
 
 def say(folder: str, sample: int | None) -> None:
@@ -99,7 +100,7 @@ def main() -> None:
     keywords: dict = {"batch_size": BATCH, "num_workers": WORKERS, "collate_fn": list}
     keywords["multiprocessing_context"] = method
     if way == "stuck":
-        keywords["timeout"] = TIMEOUT
+        keywords["timeout"] = TIMEOUT[method]
     if when == "between":
         loader = DataLoader(Stream(way, folder), persistent_workers=True, **keywords)
     else:

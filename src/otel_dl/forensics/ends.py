@@ -54,8 +54,9 @@ def ended(status: int | None, page: Page | None, terminated: bool = False, raise
         return WorkerEnded(How.UNKNOWN)
     if status < 0:
         name = signal_name(-status)
-        by_parent = terminated and -status in (signal.SIGTERM, signal.SIGKILL)
-        return WorkerEnded(How.KILLED_BY_PARENT if by_parent else How.SIGNAL, name)
+        if not (terminated and -status in (signal.SIGTERM, signal.SIGKILL)):
+            return WorkerEnded(How.SIGNAL, name)
+        return WorkerEnded(How.EXCEPTION if raised else How.KILLED_BY_PARENT, name, error=raised)
     said = page.end if page is not None else End.NONE
     if said is End.EXCEPTION and page is not None:
         return WorkerEnded(How.EXCEPTION, exit_code=status, error=page.error)

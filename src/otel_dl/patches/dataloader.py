@@ -22,7 +22,7 @@ from otel_dl.batches import Batches
 from otel_dl.log import logger
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.recorder import compiled, recorder
-from otel_dl.patches.workers import INFO, Life, Watch
+from otel_dl.patches.workers import INFO, Life, Watch, free_shm
 from otel_dl.recording.lane import NEXT
 from otel_dl.recording.native import SourceState
 from otel_dl.recording.records import clock
@@ -285,7 +285,7 @@ def _install_workers(
         # A sampler may itself read from a loader with workers, while this one's start.
         former = starting.carrier, starting.nonce, starting.ends, starting.given
         starting.carrier, starting.nonce, starting.ends = None, "", ()
-        began = clock()
+        began, room = clock(), free_shm()
         try:
             if run.active:
                 patches.guard(give, loader.num_workers)
@@ -295,7 +295,7 @@ def _install_workers(
             starting.carrier, starting.nonce, starting.ends, starting.given = former
             patches.guard(relay.started, ends)
             if carrier is not None and not run.keep.head.off:
-                patches.guard(watch.started, self, carrier.pages, began)
+                patches.guard(watch.started, self, carrier.pages, began, room)
         patches.guard(know_workers, self)
 
     patches.replace(several, "__init__", __init__)

@@ -78,6 +78,15 @@ class Life:
         return ends.ended(status, page, self.terminated, self.raised)
 
 
+def free_shm() -> int | None:
+    """Bytes of room in /dev/shm, through which workers hand over tensors; None where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
 def _lives(iterator: Any) -> list[Life]:
     info: Any = getattr(iterator, INFO, None)
     return info.lives if info is not None else []
@@ -152,7 +161,7 @@ class Watch:
         """A page for each of the workers that are about to start."""
         return tuple(self._folder.worker(nonce, number) for number in range(workers))
 
-    def started(self, iterator: Any, pages: Sequence[str], start: int) -> None:
+    def started(self, iterator: Any, pages: Sequence[str], start: int, free_shm: int | None) -> None:
         """The iterator has begun at `start`, or could not: its workers run, or not all of them."""
         end = clock()
         info = getattr(iterator, INFO, None)
@@ -169,7 +178,7 @@ class Watch:
         if info is not None:
             info.lives = lives
         if lives:
-            self._run.tell_of_workers(WorkersStarted(loader, lives[0].method, len(lives), start, end, None))
+            self._run.tell_of_workers(WorkersStarted(loader, lives[0].method, len(lives), start, end, free_shm))
 
     def terminating(self, process: Any) -> None:
         life = self._lives.get(process.pid)

@@ -49,6 +49,7 @@ class Batches(Protocol):
 
     def drain(self, final: bool = False) -> None: ...
     def take(self, key: tuple[str, int, int]) -> Fetch | None: ...
+    def ready(self, key: tuple[str, int, int], at: int) -> int: ...
     def expired(self) -> list[Fetch]: ...
     def outside(self) -> list[ReadableSpan]: ...
 
@@ -60,7 +61,7 @@ class Builder:
         self._run = run
         self._sink = sink
         self._batches = batches
-        self._spans = SpanBuilder(run, resource, batches.take, os.getpid())
+        self._spans = SpanBuilder(run, resource, batches.take, os.getpid(), batches.ready)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._urgent = False

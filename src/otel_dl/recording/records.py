@@ -109,7 +109,7 @@ class Fetch(NamedTuple):
     spans: list[ReadableSpan]
     dropped: int
     samples: str = ""
-    """Which they were, as ranges, where the reading failed."""
+    """Which they were, as ranges, where the reading failed or took long."""
 
 
 class WorkerLife(NamedTuple):
@@ -144,7 +144,8 @@ class WorkersStarted(NamedTuple):
     workers: int
     start: int
     end: int
-    error: str | None
+    free_shm: int | None
+    """Bytes in /dev/shm before they were."""
 
 
 class Step(StepState):

@@ -38,6 +38,7 @@ _USER_SCOPE = InstrumentationScope(semconv.USER_SCOPE, __version__)
 
 Attributes = dict[str, Any]
 Take = Callable[[tuple[str, int, int]], "Fetch | None"]
+Ready = Callable[[tuple[str, int, int], int], int]
 
 
 def _context(trace_id: int, span_id: int) -> SpanContext:
@@ -47,12 +48,13 @@ def _context(trace_id: int, span_id: int) -> SpanContext:
 class SpanBuilder:
     """Builds spans for one run, in one process. Times of records are readings of `clock`; spans have epoch ns."""
 
-    def __init__(self, run: Run, resource: Resource, take: Take, pid: int) -> None:
+    def __init__(self, run: Run, resource: Resource, take: Take, pid: int, ready: Ready = lambda key, at: 0) -> None:
         self._run = run
         self._base = resource
         self._resource = run.identity.resource(resource)
         self._workers: dict[tuple[int, int], Resource] = {}
         self._take = take
+        self._ready = ready
         self._pid = pid
         self.of_run_so_far = 0
         """Spans of the run's trace so far, below its first one."""
@@ -119,10 +121,12 @@ class SpanBuilder:
             attributes |= _batch_attributes(batch)
         else:
             attributes |= {"dl.batch.index": fetch.place, "dl.worker.id": fetch.worker, "dl.worker.pid": fetch.pid}
+        if fetch.samples:
+            attributes["dl.sample.indices"] = fetch.samples
         links = [Link(returned)] if returned is not None else []
         span = self._span(
             SpanName.FETCH, context, None, fetch.start, fetch.end, attributes, fetch.error, links,
-            self._worker(fetch.worker, fetch.pid), words=f"samples {fetch.samples}" if fetch.samples else "",
+            self._worker(fetch.worker, fetch.pid),
         )  # fmt: skip
         return [span, *fetch.spans]
 
@@ -150,8 +154,10 @@ class SpanBuilder:
             "dl.worker.count": event.workers,
             "dl.worker.start_method": event.start_method,
         }
+        if event.free_shm is not None:
+            attributes["dl.shm.free_bytes"] = event.free_shm
         context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
-        return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, attributes, event.error, ())
+        return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, attributes, None, ())
 
     def _life(self, life: WorkerLife, parent: SpanContext, ordinal: int) -> ReadableSpan:
         attributes: Attributes = {
@@ -208,8 +214,11 @@ class SpanBuilder:
             if batch is not None:
                 attributes |= _batch_attributes(batch)
                 if batch.worker is not None:
-                    fetched = self._take((batch.nonce, batch.round, batch.place))
+                    key = (batch.nonce, batch.round, batch.place)
+                    depth = self._ready(key, record.start)
+                    fetched = self._take(key)
                     if fetched is not None:
+                        attributes["dl.queue.depth"] = depth
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
                         attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
                         parts = (batch.nonce, TraceKind.BATCH, batch.round, batch.place)

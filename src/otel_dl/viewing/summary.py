@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
+from otel_dl.viewing.loading import Collector, Loading
 from otel_dl.viewing.reading import Span
 
 PARTS: Mapping[str, str] = {
@@ -109,6 +110,7 @@ class Summary:
     """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
     """(span name, error.type) → how many failed spans of otel-dl's outside `train.step` itself."""
+    loading: Loading
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
@@ -123,6 +125,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
     workers: set[tuple[object, object]] = set()
     runs: dict[str, None] = {}
     failed_elsewhere: Counter[tuple[str, str]] = Counter()
+    loading = Collector()
     evaluations = evaluation_ns = user_spans = dropped = 0
 
     for span in spans:
@@ -131,6 +134,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
             continue
         runs.setdefault(_text(span, "dl.run.id"))
         dropped += _number(span, "otel_dl.dropped")
+        loading.add(span)
         if span.name == SpanName.STEP:
             steps.append(_step(span))
         elif span.name in PARTS:
@@ -148,6 +152,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
             failed_elsewhere[span.name, _text(span, "error.type")] += 1
 
     reasons = _keep_reasons(steps)
+    times = _times(steps, phases) if steps else None
     by_rank: defaultdict[int, list[Step]] = defaultdict(list)
     for step in steps:
         by_rank[step.rank].append(step)
@@ -156,7 +161,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
         kept=len(reasons),
         total=_total(steps),
         keep_reasons=Counter(reasons.values()),
-        times=_times(steps, phases) if steps else None,
+        times=times,
         ranks=[_rank(rank, by_rank[rank], phases) for rank in sorted(by_rank)],
         slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
         failed=sorted((s for s in steps if s.failed), key=lambda step: (step.run, step.number, step.rank)),
@@ -167,6 +172,10 @@ def summarize(spans: Iterable[Span]) -> Summary:
             if times
         ],
         failed_elsewhere=failed_elsewhere,
+        loading=loading.result(
+            times.steps.median_ns if times is not None else None,
+            times.shares[PARTS[SpanName.NEXT]] if times is not None else None,
+        ),
         user_spans=user_spans,
         dropped=dropped,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from otel_dl.viewing.loading import Advice, Loading, More
 from otel_dl.viewing.reading import Reading
 from otel_dl.viewing.summary import Distribution, Rank, Step, Summary, Times
 
@@ -49,6 +50,7 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
             "Batch reading",
             f"{_distribution(fetches.times)} ({batches} batch{_plural(batches, 'es')} by {by})",
         )
+    yield from _loading_rows(summary.loading)
     if summary.evaluation.stretches:
         stretches = summary.evaluation.stretches
         yield (
@@ -67,6 +69,40 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
     if summary.user_spans:
         yield "Own spans", f"{summary.user_spans:,} of the script's own"
     yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
+
+
+def _loading_rows(loading: Loading) -> Iterator[tuple[str, str]]:
+    parts: list[str] = []
+    if loading.busy is not None:
+        parts.append(f"busy {_percent(loading.busy)} of their time")
+    if loading.ready is not None:
+        parts.append(f"{loading.ready:g} batch{_plural(int(loading.ready), 'es')} ready at a next (median)")
+    if loading.free_shm is not None:
+        parts.append(f"{loading.free_shm / 2**20:,.0f} MiB of /dev/shm free at their start")
+    if parts:
+        yield "Workers", ", ".join(parts)
+    for slow in loading.slow_workers:
+        yield (
+            "Slow worker",
+            f"worker {slow.worker} (pid {slow.pid}): median {_duration(slow.median_ns)} a batch,"
+            f" the others {_duration(slow.others_ns)}",
+        )
+    for fetch in loading.slow_fetches:
+        yield "Slow samples", f"{fetch.samples}: {_duration(fetch.duration_ns)} in worker {fetch.worker}"
+    if loading.advice is not None:
+        yield "More workers", _advice(loading.advice)
+    for words in loading.died:
+        yield "Died", words
+
+
+def _advice(advice: Advice) -> str:
+    because = f"steps wait for data {_percent(advice.wait)} of their time, the {advice.workers} workers read"
+    because += f" {_percent(advice.busy)} of theirs"
+    if advice.more is More.YES:
+        return f"would help, about {advice.wanted} could keep up if there are processors for them: {because}"
+    if advice.more is More.IDLE:
+        return f"would not help, it is something else that the steps wait for: {because}"
+    return f"would not help: {because}"
 
 
 def _reading_rows(reading: Reading) -> Iterator[tuple[str, str]]:

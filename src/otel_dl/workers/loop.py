@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from multiprocessing import process
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from opentelemetry import context as context_api
 from opentelemetry import trace
@@ -29,6 +29,12 @@ from otel_dl.workers.writer import Writer
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+
+
+SLOW: Final = 4
+"""A fetch that takes so many times the mean says which samples it read,"""
+WARM: Final = 16
+"""once there were so many."""
 
 
 class BatchSpan(DerivedSpan):
@@ -73,6 +79,8 @@ class Worker:
         self._pid = os.getpid()
         self._round = 0
         self._start = 0
+        self._reads = self._mean = 0
+        """Fetches so far, and a running mean of how long they took (ns)."""
         self._samples: Any = None
         """What torch's fetcher was given to read."""
         self._span: BatchSpan | None = None
@@ -138,10 +146,14 @@ class Worker:
         kind = type(data).__name__
         if kind == "ExceptionWrapper":
             error = _name(data.exc_type)
-            samples = all_ranges(self._samples)
         elif kind == "_IterableDatasetStopIteration":
             read = False
-        plain = read and not error and not self.dropped and self._room == self.carrier.span_limit
+        duration = end - self._start
+        self._reads += 1
+        if error or (duration > SLOW * self._mean and self._reads > WARM):
+            samples = all_ranges(self._samples)
+        self._mean += (duration - self._mean) // min(self._reads, WARM)
+        plain = read and not error and not samples and not self.dropped and self._room == self.carrier.span_limit
         if plain and self._ring is not None and self._ring.write(round, index, self._start, end):
             return
         body = wire.encode_fetch(

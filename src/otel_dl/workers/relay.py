@@ -35,6 +35,8 @@ SPANS: Final = 16_384
 """Spans of the user's that wait with them, or to be taken by `outside`, at most."""
 WARNINGS: Final = 16
 """Different warnings of workers at most."""
+AHEAD: Final = 64
+"""Batches of an iterator that are looked for ahead of one at most."""
 PIPE_BYTES: Final = 256 * 1024
 READ_BYTES: Final = 65_536
 READS: Final = 16
@@ -182,6 +184,16 @@ class Relay:
                 self.drain()
             fetch = self._fetches.get(key)
             return _whole(key, fetch) if fetch is not None else None
+
+    def ready(self, key: Key, at: int) -> int:
+        """How many batches of this iterator, from (nonce, round, index) on, had been read by then (of `clock`)."""
+        nonce, round, place = key
+        with self._lock:
+            if key not in self._fetches:
+                self.drain()
+            found = (self._fetches.get((nonce, round, later)) for later in range(place, place + AHEAD))
+            ends = (fetch.end if isinstance(fetch, Fetch) else fetch[2] for fetch in found if fetch is not None)
+            return sum(end <= at for end in ends)
 
     def expired(self) -> list[Fetch]:
         """Sampled fetches that no step took."""

@@ -40,7 +40,7 @@ class FetchMessage(NamedTuple):
     read: bool
     error: str
     samples: str
-    """Where it failed, as ranges."""
+    """Where it failed or took long, as ranges."""
 
 
 class Frame(NamedTuple):
@@ -83,7 +83,7 @@ def encode_fetch(
 ) -> bytes:
     """See `FetchMessage`."""
     packed = _FETCH.pack(worker, pid, round, batch, start, end, dropped, read)
-    return packed + f"{error}\n{samples}".encode("utf-8", "replace") if error else packed
+    return packed + f"{error}\n{samples}".encode("utf-8", "replace") if error or samples else packed
 
 
 def decode_fetch(body: bytes) -> FetchMessage:
