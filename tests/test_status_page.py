@@ -39,10 +39,10 @@ def test_who_writes_and_what_is_open_stands_in_the_page(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.stat().st_size == layout.SIZE
     status.step(7)
-    status.push(BACKWARD, 100)
-    status.push(FORWARD, 110)
-    status.pop(120)
-    status.push(FORWARD, 130)
+    status.begin(0, BACKWARD, 100)
+    status.begin(1, FORWARD, 110)
+    status.end(1, 120)
+    status.begin(1, FORWARD, 130)
     status.batch(2, 5, 90)
     found = read(path)
     assert (found.pid, found.rank, found.worker, found.run, found.step) == (os.getpid(), 3, None, "a-run", 7)
@@ -50,9 +50,10 @@ def test_who_writes_and_what_is_open_stands_in_the_page(path: Path) -> None:
     assert found.batch is not None
     assert (found.batch.round, found.batch.place) == (2, 5)
     assert found.alive()
-    status.pop(140)
-    status.pop(150)
-    status.pop(160)  # one too many
+    status.end(1, 140)
+    assert [phase.name for phase in read(path).phases or ()] == ["backward"]
+    status.begin(1, FORWARD, 145)
+    status.end(0, 150)  # and with it what was open in it
     status.step(-1)
     assert (read(path).phases, read(path).step) == ((), None)
 
@@ -60,10 +61,10 @@ def test_who_writes_and_what_is_open_stands_in_the_page(path: Path) -> None:
 def test_phases_deeper_than_there_is_room_for_are_left_out(path: Path) -> None:
     status = page(path)
     for depth in range(layout.DEPTH + 3):
-        status.push(FORWARD, depth + 1)
+        status.begin(depth, FORWARD, depth + 1)
     assert [phase.start for phase in read(path).phases or ()] == list(range(1, layout.DEPTH + 1))
-    for _ in range(layout.DEPTH + 2):
-        status.pop(99)
+    for depth in reversed(range(1, layout.DEPTH + 3)):
+        status.end(depth, 99)
     assert [phase.start for phase in read(path).phases or ()] == [1]
 
 
@@ -100,7 +101,7 @@ def test_samples_that_are_no_indices_are_not_known(samples: list[object], path: 
 def test_a_block_that_was_torn_is_not_known(path: Path) -> None:
     """Each single byte wrong: what the block says is what was written, or nothing."""
     status = page(path, worker=0)
-    status.push(FORWARD, 1_000)
+    status.begin(0, FORWARD, 1_000)
     status.fetching(0, 1, 2_000, [5, 6, 7])
     status.fetched(0, 1, 2_000, 3_000)
     status.fetching(0, 2, 4_000, [5, 6, 7])
@@ -132,7 +133,7 @@ def test_a_page_outlives_the_death_of_its_writer(end: signal.Signals, path: Path
         signal.signal(end, signal.SIG_DFL) if end != signal.SIGKILL else None
         status = StatusPage(str(path))
         status.step(3)
-        status.push(BACKWARD, 5)
+        status.begin(0, BACKWARD, 5)
         os.kill(os.getpid(), end)
     os.waitpid(pid, 0)
     found = read(path)

@@ -14,6 +14,7 @@ import wrapt
 
 from otel_dl import startup
 from otel_dl.export.provider import Connection, connect
+from otel_dl.forensics import layout
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
@@ -157,7 +158,7 @@ class Session:
         if not self._installed:
             self._ending.install()
             self._installed = True
-        self.run.status = self.folder.open(self.run.identity)
+        self._show(self.folder.open(self.run.identity))
         connection.sink.open()
         if self._builder is None:
             builder = Builder(self.run, connection.sink, self.relay, connection.resource)
@@ -193,6 +194,11 @@ class Session:
             self._connection.sink.close(deadline)
         self.folder.close()
 
+    def _show(self, status: Status) -> None:
+        """The recorder says what it does in `status` from now on."""
+        self.run.status = status
+        self.run.fast.write(status.address, layout.STEP, layout.PHASES, layout.BATCH, layout.CHECK)
+
     def _finish(self, deadline: float, error: BaseException | None = None) -> None:
         self._error = error
         self.run.finish(error)
@@ -217,7 +223,7 @@ class Session:
         startup.import_torch.uninstall()
         self._finish(deadline)
         self.run.active = False
-        self.run.status = Status()
+        self._show(Status())
         self.folder.close(unmap=True)
         self.relay.close()
         self._ending.uninstall()

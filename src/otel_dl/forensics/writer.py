@@ -23,6 +23,7 @@ _phase = layout.PHASE_STRUCT.pack_into
 _number = layout.NUMBER_STRUCT.pack_into
 _taken = layout.BATCH_STRUCT.pack_into
 _done = layout.DONE_STRUCT.pack_into
+_done_before = layout.DONE_STRUCT.unpack_from
 _ALL: Final = 100_000
 _STACK: Final = tuple(layout.PHASES + layout.PHASE_SIZE * depth for depth in range(layout.DEPTH))
 
@@ -53,15 +54,12 @@ class StatusPage(Status):
         self._mapped = Memory(path, layout.SIZE + tail)
         self.address = self._mapped.address
         self._memory = self._mapped.view
-        self._depth = 0
-        self._fetches = self._busy = self._idle = 0
         self._pid = os.getpid()
         now = clock()
         layout.PROCESS_STRUCT.pack_into(
             self._memory, layout.PID, self._pid, process_started(self._pid), now, time.time_ns()
         )
-        self._since = now
-        """When the worker became idle."""
+        self.began = now
 
     def close(self) -> None:
         """Takes the mapping away; the file stays as it is. A writer in C must not write from now on."""
@@ -76,23 +74,13 @@ class StatusPage(Status):
 
     # What the recorder says.
 
-    def push(self, kind: int, start: int) -> None:
-        depth = self._depth
-        self._depth = depth + 1
+    def begin(self, depth: int, kind: int, start: int) -> None:
         if depth < layout.DEPTH:
             _phase(self._memory, _STACK[depth], kind, start, kind ^ start ^ layout.CHECK)
 
-    def pop(self, end: int) -> None:
-        depth = self._depth - 1
-        if depth < 0:
-            return
-        self._depth = depth
+    def end(self, depth: int, end: int) -> None:
         if depth < layout.DEPTH:
             _phase(self._memory, _STACK[depth], 0, end, end ^ layout.CHECK)
-
-    def clear(self, now: int) -> None:
-        while self._depth:
-            self.pop(now)
 
     def step(self, number: int) -> None:
         _number(self._memory, layout.STEP, number)
@@ -104,18 +92,16 @@ class StatusPage(Status):
 
     def fetching(self, round: int, index: int, start: int, samples: Any) -> None:
         """The worker begins to read batch `index`: `samples` is what torch's fetcher is given, a list or one index."""
-        self._idle += start - self._since
         count, form, data = _samples(samples)
         self._batch(round, index, start, count, form, data)
-        self.push(layout.FETCH, start)
+        self.begin(0, layout.FETCH, start)
 
     def fetched(self, round: int, index: int, start: int, end: int) -> None:
         """It has read the batch; it is idle from `end` on."""
-        self.clear(end)
-        self._since = end
-        self._fetches += 1
-        self._busy += end - start
-        fetches, busy, idle = self._fetches, self._busy, self._idle
+        self.end(0, end)
+        # The sums are kept in the page itself, for there may be a writer in C beside this one.
+        *_, since, fetches, busy, idle, _ = _done_before(self._memory, layout.DONE)
+        fetches, busy, idle = fetches + 1, busy + end - start, idle + start - (since or self.began)
         check = round ^ index ^ end ^ fetches ^ busy ^ idle ^ layout.CHECK
         _done(self._memory, layout.DONE, round, index, end, fetches, busy, idle, check)
 

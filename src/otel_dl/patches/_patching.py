@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from types import CellType
 from typing import Any, Final
+
+import wrapt
 
 from otel_dl.faults import is_ours
 from otel_dl.log import logger
@@ -25,6 +28,7 @@ class Patches:
         self._faulty = False
         self._saved: list[tuple[Any, str, Any, Any]] = []
         self._cells: list[tuple[CellType, Any, Any]] = []
+        self._awaited: dict[str, Callable[[Any], None]] = {}
 
     def __reduce__(self) -> tuple[type[Patches], tuple[str]]:
         # See Run.__reduce__: what is patched here is not patched where it is read again.
@@ -45,12 +49,20 @@ class Patches:
         self._cells.append((cell, cell.cell_contents, replacement))
         cell.cell_contents = replacement
 
-    @property
-    def installed(self) -> bool:
-        """Whether something is replaced."""
-        return bool(self._saved or self._cells)
+    def when_imported(self, module: str, action: Callable[[Any], None]) -> None:
+        """Calls `action` with the module of this name, now or when it is imported, until `restore`."""
+        self._awaited[module] = action
+        this = weakref.ref(self)  # what waits for an import that never comes would be kept for ever
+
+        def imported(found: Any) -> None:
+            patches = this()
+            if patches is not None and module in patches._awaited:
+                patches._awaited.pop(module)(found)
+
+        wrapt.register_post_import_hook(imported, module)
 
     def restore(self) -> None:
+        self._awaited.clear()
         while self._saved:
             owner, name, saved, ours = self._saved.pop()
             if owner.__dict__.get(name) is not ours:

@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import wrapt
-
 from otel_dl.batches import Batches
 from otel_dl.log import logger
 from otel_dl.patches._patching import Patches
@@ -113,8 +111,6 @@ def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
     watch.install(patches, dataloader)
 
     def torchdata(module: Any) -> None:
-        if not run.active or not patches.installed:
-            return
         try:
             _install_stateful(run, patches, relay, watch, module, starting)
         except Exception:
@@ -125,7 +121,7 @@ def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
                 exc_info=True,
             )
 
-    wrapt.register_post_import_hook(torchdata, "torchdata.stateful_dataloader.stateful_dataloader")
+    patches.when_imported("torchdata.stateful_dataloader.stateful_dataloader", torchdata)
 
 
 def _method(kind: Any, name: str) -> Any:
@@ -207,6 +203,8 @@ class Next:
         else:
             info.batch = None
             start = lane.begin_next(info.loader, info.epoch)
+            if start and info.alone and lane.bounds:
+                lane.run.status.batch(info.epoch, info.fetched, start)
         return (NEXT, start) if start else None
 
     def end(self, lane: Lane, kind: int, subject: Any, start: int) -> None:

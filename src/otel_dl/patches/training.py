@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-import wrapt
-
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.recorder import recorder
 from otel_dl.recording.lane import (
@@ -149,8 +147,8 @@ def install_forward(run: Run, patches: Patches) -> None:
                     owner.unpatched_nn_module_call = original
                     patches.replace(owner, "unpatched_nn_module_call", __call__)
 
-    wrapt.register_post_import_hook(fx_imported, "torch.fx._symbolic_trace")
-    wrapt.register_post_import_hook(dynamo_imported, "torch._dynamo.variables.nn_module")
+    patches.when_imported("torch.fx._symbolic_trace", fx_imported)
+    patches.when_imported("torch._dynamo.variables.nn_module", dynamo_imported)
 
 
 def install_backward(run: Run, patches: Patches) -> None:

@@ -224,23 +224,38 @@ typedef struct {
     PyObject *durations; /* a list: of the ordinary steps since Python looked last */
     Py_ssize_t capacity;
     long long limit, attention;
-    int64_t *step_word, *phase_block; /* in the status page (`forensics/layout.py`); NULL: there is none */
+    int64_t *step_word, *phase_block, *batch_block; /* in the status page; NULL: there is none */
     int64_t check;
 } FastPath;
 
-/* write(address, step, phases, check): the status page that is mapped at `address`, 0 for none, has the number of the
- * step at offset `step` and the outermost phase at offset `phases`. */
+/* write(address, step, phases, batch, check): where in the status page that is mapped at `address`, 0 for none, the
+ * number of the step, the outermost phase and the batch stand (`forensics/layout.py`). */
 static PyObject *
 fastpath_write(FastPath *self, PyObject *args)
 {
-    unsigned long long address, step, phases;
+    unsigned long long address, step, phases, batch;
     long long check;
-    if (!PyArg_ParseTuple(args, "KKKL", &address, &step, &phases, &check))
+    if (!PyArg_ParseTuple(args, "KKKKL", &address, &step, &phases, &batch, &check))
         return NULL;
     self->step_word = address ? (int64_t *)(uintptr_t)(address + step) : NULL;
     self->phase_block = address ? (int64_t *)(uintptr_t)(address + phases) : NULL;
+    self->batch_block = address ? (int64_t *)(uintptr_t)(address + batch) : NULL;
     self->check = check;
     Py_RETURN_NONE;
+}
+
+/* In the page: this batch is read, by whom the page is, since `start`; which samples, nobody knows here. */
+static inline void
+page_batch(FastPath *self, int64_t epoch, int64_t index, int64_t start)
+{
+    volatile int64_t *block = self->batch_block;
+    if (block != NULL) {
+        block[0] = epoch;
+        block[1] = index;
+        block[2] = start;
+        block[3] = block[4] = 0;
+        block[5] = epoch ^ index ^ start ^ self->check;
+    }
 }
 
 /* In the page: the outermost phase is of this kind since `instant`; 0: none is open since then. */
@@ -690,6 +705,8 @@ next_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
     }
     lane->kinds = NEXT;
     page_phase(fast, NEXT, start);
+    if (((Source *)source)->alone)
+        page_batch(fast, ((Source *)source)->epoch, ((Source *)source)->fetched, start);
     result = PyObject_Vectorcall(hook->original, args, nargsf, NULL);
     if (result == NULL) {
         call_failed(hook, hook->kind, iterator, start);
@@ -747,7 +764,7 @@ returned_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwname
 typedef struct {
     PyObject_HEAD
     char fetching, asked;
-    long long round, index, start, room, span_limit, dropped, entries_count;
+    long long round, index, start, room, span_limit, dropped, entries_count, fetches, mean;
     PyObject *samples;  /* what torch's fetcher was given to read */
     PyObject *span;     /* stands for the fetch in the context; None: there is none */
     PyObject *attached; /* the context in which it is */
@@ -755,7 +772,7 @@ typedef struct {
     PyObject *variable;
     long long pid;
     int64_t *phase, *batch, *sample_words, *done, *ring; /* NULL: there is no page */
-    int64_t samples_most, ring_slots, fetch_kind, check;
+    int64_t began, samples_most, ring_slots, fetch_kind, slow, warm, check;
 } Worker;
 
 static PyMemberDef worker_members[] = {
@@ -767,6 +784,8 @@ static PyMemberDef worker_members[] = {
     {"free", T_LONGLONG, offsetof(Worker, room), 0, NULL},
     {"span_limit", T_LONGLONG, offsetof(Worker, span_limit), 0, NULL},
     {"dropped", T_LONGLONG, offsetof(Worker, dropped), 0, NULL},
+    {"fetches", T_LONGLONG, offsetof(Worker, fetches), 0, NULL},
+    {"mean", T_LONGLONG, offsetof(Worker, mean), 0, NULL},
     {"entries_count", T_LONGLONG, offsetof(Worker, entries_count), 0, NULL},
     {"samples", T_OBJECT, offsetof(Worker, samples), 0, NULL},
     {"span", T_OBJECT, offsetof(Worker, span), 0, NULL},
@@ -774,17 +793,17 @@ static PyMemberDef worker_members[] = {
     {"entries", T_OBJECT, offsetof(Worker, entries), 0, NULL},
     {NULL}};
 
-/* write(variable, address, phase, batch, samples, samples_most, done, ring, ring_slots, fetch_kind, check): where in
- * the memory at `address` what stands (`forensics/layout.py`, `workers/ring.py`), and the OpenTelemetry context's
- * variable. */
+/* write(variable, address, began, phase, batch, samples, samples_most, done, ring, ring_slots, fetch_kind, slow, warm, check):
+ * the OpenTelemetry context's variable; when the worker began; where in the memory at `address` what stands (`forensics/layout.py`,
+ * `workers/ring.py`); and which fetch is a slow one (`workers/loop.py`). */
 static PyObject *
 worker_write(Worker *self, PyObject *args)
 {
     PyObject *variable;
     unsigned long long address, phase, batch, samples, done, ring;
-    long long samples_most, ring_slots, fetch_kind, check;
-    if (!PyArg_ParseTuple(args, "OKKKKLKKLLL", &variable, &address, &phase, &batch, &samples, &samples_most, &done,
-                          &ring, &ring_slots, &fetch_kind, &check))
+    long long began, samples_most, ring_slots, fetch_kind, slow, warm, check;
+    if (!PyArg_ParseTuple(args, "OKLKKKLKKLLLLL", &variable, &address, &began, &phase, &batch, &samples, &samples_most, &done,
+                          &ring, &ring_slots, &fetch_kind, &slow, &warm, &check))
         return NULL;
     if (!PyContextVar_CheckExact(variable) || !address) {
         PyErr_SetString(PyExc_TypeError, "a ContextVar and an address");
@@ -797,9 +816,12 @@ worker_write(Worker *self, PyObject *args)
     self->sample_words = (int64_t *)(uintptr_t)(address + samples);
     self->done = (int64_t *)(uintptr_t)(address + done);
     self->ring = (int64_t *)(uintptr_t)(address + ring);
+    self->began = began;
     self->samples_most = samples_most;
     self->ring_slots = ring_slots;
     self->fetch_kind = fetch_kind;
+    self->slow = slow;
+    self->warm = warm;
     self->check = check;
     self->pid = (long long)getpid();
     Py_RETURN_NONE;
@@ -956,7 +978,11 @@ worker_answers(Worker *worker, PyObject *message)
         return 0;
     if ((long long)getpid() != worker->pid)
         return 0;
-    int64_t end = now();
+    int64_t end = now(), duration = end - worker->start;
+    if (worker->fetches >= worker->warm && duration > worker->slow * worker->mean)
+        return 0;
+    worker->fetches++;
+    worker->mean += (duration - worker->mean) / (worker->fetches < worker->warm ? worker->fetches : worker->warm);
     volatile int64_t *done = worker->done, *phase = worker->phase, *ring = worker->ring;
     int64_t number = ring[0];
     volatile int64_t *slot = ring + 8 + 6 * (number % worker->ring_slots);
@@ -968,7 +994,8 @@ worker_answers(Worker *worker, PyObject *message)
     slot[5] = worker->round ^ worker->index ^ worker->start ^ end ^ number ^ worker->check;
     __atomic_thread_fence(__ATOMIC_RELEASE);
     ring[0] = number + 1;
-    int64_t fetches = done[3] + 1, busy = done[4] + (end - worker->start), idle = done[5] + (worker->start - done[2]);
+    int64_t fetches = done[3] + 1, busy = done[4] + duration, since = fetches > 1 ? done[2] : worker->began,
+            idle = done[5] + (worker->start - since);
     done[0] = worker->round;
     done[1] = worker->index;
     done[2] = end;

@@ -72,9 +72,13 @@ def attach(span: DerivedSpan) -> None:
 def detach(span: DerivedSpan) -> None:
     """Closes `span`, and takes it out of the context where it is still the current one."""
     span.open = False
-    context = get_current()
-    if context.get(_SPAN_KEY) is span:
-        set_current(_uncovered(context)[0])
+    if get_current().get(_SPAN_KEY) is span:
+        uncover()
+
+
+def uncover() -> None:
+    """Takes the spans of ours that are closed out of the context."""
+    set_current(_uncovered(get_current())[0])
 
 
 def current() -> tuple[Context, Span]:

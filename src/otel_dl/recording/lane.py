@@ -33,6 +33,9 @@ NEXT_ELSEWHERE: Final = int(Kind.NEXT_ELSEWHERE)
 
 _TRAINING: Final = frozenset({FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD})
 
+_PHASES: Final = NEXT | FORWARD | BACKWARD | OPTIMIZER | ZERO_GRAD | SCHEDULER
+"""One bit for each phase that may be open: so many are the depth of the next one."""
+
 _TOGETHER: Final = 16
 """Loaders that are read side by side for one step, at most."""
 
@@ -98,15 +101,13 @@ class Lane(LaneState):
             step = self.step
             if (step is None or not step.settled or get_current().get(SUPPRESSED)) and not self._outermost(kind):
                 return 0
-        self.kinds = kinds | kind
-        return clock()
+        return self._opened(kind)
 
     def begin_untrained(self, kind: int) -> int:
         """A root forward begins that does not train: an EVAL_FORWARD or a NEUTRAL_FORWARD."""
         if self.kinds & FORWARD or not (self.kinds or self._without_training(kind)):
             return 0
-        self.kinds |= kind
-        return clock()
+        return self._opened(kind)
 
     def begin_optimizer(self, optimizer: int) -> int:
         """The outermost `step()` of the optimizer with this id begins."""
@@ -116,13 +117,27 @@ class Lane(LaneState):
         if self.kinds & OPTIMIZER or not (self.kinds or self._outermost(OPTIMIZER)):
             return 0
         self.stepping(optimizer)
-        self.kinds |= OPTIMIZER
-        return clock()
+        return self._opened(OPTIMIZER)
+
+    def _opened(self, kind: int, start: int = 0) -> int:
+        """A phase is open from now on, or from `start`; returns its start."""
+        start = start or clock()
+        kinds = self.kinds
+        self.kinds = kinds | kind
+        if self.bounds:
+            self.run.status.begin((kinds & _PHASES).bit_count(), kind, start)
+        return start
+
+    def _over(self, kind: int, end: int) -> None:
+        """The innermost open phase, which is of this kind, is open no more."""
+        self.kinds = kinds = self.kinds & ~kind
+        if self.bounds:
+            self.run.status.end((kinds & _PHASES).bit_count(), end)
 
     def end(self, kind: int, start: int, batch: tuple[Any, ...] | None = None) -> None:
         """The innermost open phase, which is of this kind and began at `start`, ends."""
         end = clock()
-        self.kinds &= ~kind
+        self._over(kind, end)
         step = self.step
         if step is None:
             self._end_outside((kind, start, end, None, batch))
@@ -136,7 +151,7 @@ class Lane(LaneState):
     def fail(self, kind: int, start: int, error: BaseException, batch: tuple[Any, ...] | None = None) -> None:
         """It ends by an exception, which marks the step where it leaves the outermost phase."""
         end = clock()
-        self.kinds &= ~kind
+        self._over(kind, end)
         name = error_name(error) if is_failure(error) else None
         step = self.step
         if name is not None and not self.kinds and step is not None and step.error is None:
@@ -310,6 +325,7 @@ class Lane(LaneState):
                 # next one. Closing it and opening another costs three times as much.
                 run.slow.new.append(start - step.start)
                 step.number += 1
+                run.status.step(step.number)
                 step.start = start
                 step.records.clear()
                 step.stepped = False
@@ -321,8 +337,7 @@ class Lane(LaneState):
                 self._boundary(start, loader, epoch)
         else:
             start = clock()
-        self.kinds |= NEXT
-        return start
+        return self._opened(NEXT, start)
 
     def _boundary(self, start: int, loader: int, epoch: int) -> None:
         """Ends the step where it is done, moves evaluation out, and begins one where none is open."""
@@ -404,7 +419,7 @@ class Lane(LaneState):
 
     def stop_next(self, start: int) -> None:
         """`next()`, called at `start`, raised StopIteration: it ends a step, begins none and uses up no number."""
-        self.kinds &= ~NEXT
+        self._over(NEXT, clock())
         step = self.step
         if step is None or self.kinds or step.explicit:
             return

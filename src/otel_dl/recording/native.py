@@ -24,7 +24,7 @@ if getattr(sys, "_is_gil_enabled", lambda: True)():
         from otel_dl.recording import _native  # type: ignore[no-redef]
 
 hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
-"""`Phase`, `Forward`, `Next` and `Returned` of `_native.c`, or None."""
+"""`Phase`, `Forward`, `Next`, `Returned`, `Get` and `Put` of `_native.c`, or None."""
 
 
 if TYPE_CHECKING or _native is None:
@@ -89,6 +89,37 @@ if TYPE_CHECKING or _native is None:
         batch: Any
         """The batch in hand, a tuple as `records.Batch`."""
 
+    class WorkerState:
+        """What each fetch changes in a worker."""
+
+        fetching = False
+        asked = False
+        """Whether somebody asked for the ids of `span` in this fetch."""
+        round: int = 0
+        index: int = 0
+        start: int = 0
+        """Of the fetch that is open, or was last."""
+        free = 0
+        """Room that is left for spans of the user's in this fetch, of `span_limit`."""
+        span_limit = 0
+        dropped = 0
+        """Spans of the user's in this fetch that found no room."""
+        fetches: int = 0
+        mean: int = 0
+        """A running mean of how long they took (ns)."""
+        samples: Any = None
+        """What torch's fetcher was given to read."""
+        span: Any = None
+        """Stands for the fetch in the context; it may stand for the next one as well."""
+        attached: object = None
+        """The context in which it is."""
+        entries: Any = None
+        """The dict of the environment, where somebody looks after it."""
+        entries_count = 0
+
+        def write(self, variable: ContextVar[Context], address: int, *places: int) -> None:
+            """What is recorded in C is said in the memory at `address`: see `_native.c`."""
+
     class FastPath:
         """The thread whose steps are simply recorded, and which of them are ordinary."""
 
@@ -105,7 +136,7 @@ if TYPE_CHECKING or _native is None:
             """The calling thread, whose lane this is, bounds steps from now on; None: nobody does."""
             self.lane = lane
 
-        def write(self, address: int, step: int, phases: int, check: int) -> None:
+        def write(self, address: int, step: int, phases: int, batch: int, check: int) -> None:
             """What is recorded in C is said in the status page that is mapped at `address` (0: in none), at these
             offsets of its layout."""
 
@@ -113,4 +144,5 @@ else:
     StepState = _native.StepState
     LaneState = _native.LaneState
     SourceState = _native.SourceState
+    WorkerState = _native.WorkerState
     FastPath = _native.FastPath

@@ -19,7 +19,7 @@ from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
-from otel_dl.recording.records import Evaluation, Step, WorkerLife, WorkersStarted
+from otel_dl.recording.records import Evaluation, Step, WorkerLife, WorkersStarted, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -73,7 +73,8 @@ class Run:
         """Reading of `clock` at which the first step ended."""
         self.started = False
         self.status = Status()
-        """Where the thread that bounds steps says what it does now; `start` puts the page there."""
+        """Where the thread that bounds steps says what it does now; `on_start` puts the page there."""
+        self.fast.write(0, 0, 0, 0, 0)
         self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
         """Batches that other threads read while no step was open; the next one takes them."""
         self._handed_out: Step | None = None
@@ -132,6 +133,7 @@ class Run:
         if self._decided_for != number:  # a step that came to nothing has left its number, and its answer
             self._decided_for, self._head_says = number, self.keep.head.step(number)
         self.current = step = Step(number, start, batch, former, self._head_says)
+        self.status.step(number)
         if self.pending:
             step.records.extend(self.pending)
             self.pending.clear()
@@ -167,6 +169,7 @@ class Run:
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
+        self.status.step(-1)
         self.number = step.number
         if step.span is not None and step.span.asked is not None:
             self._handed_out = step
@@ -191,6 +194,7 @@ class Run:
         """Ends `step` and hands it to the builder where it is kept."""
         step.end = end
         self.current = None
+        self.status.step(-1)
         self.number = step.number + 1
         self.fast.attention = 0
         if self.first_step_end is None:
@@ -253,6 +257,8 @@ class Run:
         """Our code was left half done in this thread: no phase counts as open, and what kind of step this is, anew."""
         lane: Lane = self.local.lane
         lane.kinds = 0
+        if lane.bounds:
+            self.status.end(0, clock())
         if lane.step is not None:
             lane.step.settled = lane.step.batch = lane.step.plain = False
         with contextlib.suppress(Exception):  # The fault may lie in there.

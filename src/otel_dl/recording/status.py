@@ -12,14 +12,11 @@ class Status:
     address = 0
     """Where the page is mapped, for writers in C; 0 where there is none. Its layout: `otel_dl.forensics.layout`."""
 
-    def push(self, kind: int, start: int) -> None:
-        """A phase (a `Kind`) began at `start`, a reading of `clock`."""
+    def begin(self, depth: int, kind: int, start: int) -> None:
+        """A phase (a `Kind`) began at `start`, a reading of `clock`, within `depth` others."""
 
-    def pop(self, end: int) -> None:
-        """The innermost open phase ended at `end`. One too many does nothing."""
-
-    def clear(self, now: int) -> None:
-        """No phase is open, whatever was said before."""
+    def end(self, depth: int, end: int) -> None:
+        """The phase within `depth` others ended at `end`, and whatever was open in it."""
 
     def step(self, number: int) -> None:
         """The step that is open is this one; -1: none is."""

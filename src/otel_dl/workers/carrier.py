@@ -67,6 +67,8 @@ class Carrier(NamedTuple):
     """Whether they leave through one that somebody else did."""
     resource: dict[str, Any]
     """Attributes of the resource in otel-dl's own SDK."""
+    native: bool = True
+    """Whether ordinary fetches may be recorded in C."""
     pages: Sequence[str] = ()
     """The path of each worker's status page, "" where there is none."""
 
@@ -96,6 +98,7 @@ class Carrier(NamedTuple):
             own_sdk=own,
             foreign_sdk=provider is not None and not own,
             resource=dict(resource.attributes) if resource is not None else {},
+            native=run.settings.native,
             pages=pages,
         )
 

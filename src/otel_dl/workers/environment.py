@@ -21,17 +21,17 @@ class Environment:
         self._warn = warn
         self._warned = False
         # The dict behind it: its length costs 10 ns, that of os.environ 80, and every fetch asks.
-        self._entries: Any = getattr(os.environ, "_data", os.environ)
-        self._count = len(self._entries)
+        self.entries: Any = getattr(os.environ, "_data", os.environ)
+        self.count = len(self.entries)
 
     def changed(self) -> bool:
         """Whether the number of entries is another one than after the last `restore`."""
-        return len(self._entries) != self._count
+        return len(self.entries) != self.count
 
     def restore(self, who: str) -> None:
         """Puts back what is missing. `who`: which function of the user's ran, in the words of the warning."""
         missing = carriers.put_back(os.environ, self._wanted)
-        self._count = len(self._entries)
+        self.count = len(self.entries)
         if missing and not self._warned:
             self._warned = True
             self._warn(

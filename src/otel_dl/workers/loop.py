@@ -13,11 +13,13 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from otel_dl.faults import is_ours
+from otel_dl.forensics import layout
 from otel_dl.forensics.writer import StatusPage, all_ranges
 from otel_dl.log import logger
-from otel_dl.recording import context, ids
+from otel_dl.recording import context, ids, native
 from otel_dl.recording.context import DerivedSpan
 from otel_dl.recording.keep import batch_sampled
+from otel_dl.recording.native import WorkerState
 from otel_dl.recording.records import clock
 from otel_dl.semconv import TraceKind
 from otel_dl.workers import carrier as carriers
@@ -38,20 +40,28 @@ WARM: Final = 16
 
 
 class BatchSpan(DerivedSpan):
-    """Stands for the reading of a batch in the context. Its ids and its flag are settled by the first question."""
+    """Stands for the reading of a batch in the context. Its ids and its flag are settled by the first question; while
+    nobody has asked, it stands for one fetch after the other."""
 
-    def __init__(self, worker: Worker, batch: tuple[int, int], outer: Context) -> None:
+    def __init__(self, worker: Worker, outer: Context) -> None:
         super().__init__(False, outer)
         self._worker = worker
-        self.batch = batch
+
+    @property
+    def open(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        worker = self._worker
+        return worker.fetching and worker.span is self
 
     def ids(self) -> tuple[int, int]:
-        self.sampled = self._worker.sampled(self.batch)
-        parts = (self._worker.carrier.nonce, TraceKind.BATCH, *self.batch)
+        worker = self._worker
+        worker.asked = True
+        batch = worker.round, worker.index
+        self.sampled = worker.sampled(batch)
+        parts = (worker.carrier.nonce, TraceKind.BATCH, *batch)
         return ids.trace_id(*parts), ids.span_id(*parts, "fetch")
 
 
-class Worker:
+class Worker(WorkerState):
     """What a worker knows of itself. Fetches begin and end in its main thread."""
 
     def __init__(
@@ -66,37 +76,52 @@ class Worker:
         self.number = number
         self.writer = writer
         self.page = page
-        self._ring = RingWriter(page.tail) if page is not None else None
         self.stateful = stateful
         """Whether the loop is torchdata's, which hands over (batch, worker, state) in the place of the batch."""
-        self.batch: tuple[int, int] | None = None
-        """(round, index) of the fetch that is open."""
-        self.dropped = 0
-        """Spans of the user's in this fetch that found no room."""
+        self.span_limit = carrier.span_limit
         self.environment: Environment | None = None
+        """Where OTEL_DL_RESTORE_ENV says so."""
         self.reader = ""
-        """What reads a batch, in the words of a warning."""
+        """What reads the batches, for a warning."""
+        self._ring = RingWriter(page.tail) if page is not None else None
         self._pid = os.getpid()
-        self._round = 0
-        self._start = 0
-        self._reads = self._mean = 0
-        """Fetches so far, and a running mean of how long they took (ns)."""
-        self._samples: Any = None
-        """What torch's fetcher was given to read."""
-        self._span: BatchSpan | None = None
-        self._attached: Context | None = None
-        """The context in which `_span` is."""
-        self._room = 0
+        if page is not None and context.variable is not None and carrier.native:
+            self.write(
+                context.variable,
+                page.address,
+                page.began,
+                layout.PHASES,
+                layout.BATCH,
+                layout.SAMPLES,
+                layout.SAMPLES_MOST,
+                layout.DONE,
+                layout.SIZE,
+                ring.SLOTS,
+                layout.FETCH,
+                SLOW,
+                WARM,
+                layout.CHECK,
+            )
+
+    @property
+    def batch(self) -> tuple[int, int] | None:
+        """(round, index) of the fetch that is open."""
+        return (self.round, self.index) if self.fetching else None
 
     def warn(self, message: str) -> None:
         """Has the parent say it, once for all workers."""
         if not self.writer.write(wire.WARNING, message.encode()):
             logger.warning("%s", message)
 
+    def look_after(self, environment: Environment) -> None:
+        """What a fetch changes in the environment is put right from now on."""
+        self.environment = environment
+        self.entries, self.entries_count = environment.entries, environment.count
+
     def room(self) -> bool:
         """Whether one more span of the user's belongs to this fetch; one that does not is counted."""
-        if self._room:
-            self._room -= 1
+        if self.free:
+            self.free -= 1
             return True
         self.dropped += 1
         return False
@@ -106,39 +131,41 @@ class Worker:
         head = self.carrier.head
         return head is not None and not isinstance(head, bytes) and batch_sampled(head, self.carrier.nonce, *batch)
 
+    # `Get` and `Put` of `_native.c` do the same for the ordinary fetch.
+
     def received(self, message: Any) -> None:
         """torch's loop was given `message`: (index, what to read), a resumption, or the end."""
         start = clock()
-        if self.batch is not None:
+        if self.fetching:
             self._leave()  # it was passed over: the iteration had ended
             if self.page is not None:
-                self.page.clear(start)
+                self.page.end(0, start)
         if type(message) is tuple:
-            self._start = start
-            index, self._samples = cast("tuple[int, Any]", message)
+            self.start = start
+            self.index, self.samples = cast("tuple[int, Any]", message)
             if self.page is not None:
-                self.page.fetching(self._round, index, start, self._samples)
-            self._enter((self._round, index))
+                self.page.fetching(self.round, self.index, start, self.samples)
+            self._enter()
         elif type(message).__name__ == "_ResumeIteration":
             # Once a worker and epoch: torch/utils/data/dataloader.py::_reset, 2.15.
-            self._round += 1
+            self.round += 1
 
     def answers(self, message: Any) -> None:
         """torch's loop is about to hand `message` over: (index, batch) ends the fetch.
 
         It is written before the batch is, so it has arrived when the parent has the batch.
         """
-        if self.batch is None or type(message) is not tuple:
+        if not self.fetching or type(message) is not tuple:
             return
         index, data = cast("tuple[Any, Any]", message)
-        round, begun = self.batch
-        if index != begun:
+        if index != self.index:
             return
         end = clock()
         if self.page is not None:
-            self.page.fetched(round, index, self._start, end)
+            self.page.fetched(self.round, index, self.start, end)
         if self.environment is not None and self.environment.changed():
             self.environment.restore(self.reader)
+            self.entries_count = self.environment.count
         self._leave()
         if self.stateful:
             data = data[0]
@@ -148,16 +175,16 @@ class Worker:
             error = _name(data.exc_type)
         elif kind == "_IterableDatasetStopIteration":
             read = False
-        duration = end - self._start
-        self._reads += 1
-        if error or (duration > SLOW * self._mean and self._reads > WARM):
-            samples = all_ranges(self._samples)
-        self._mean += (duration - self._mean) // min(self._reads, WARM)
-        plain = read and not error and not samples and not self.dropped and self._room == self.carrier.span_limit
-        if plain and self._ring is not None and self._ring.write(round, index, self._start, end):
+        duration = end - self.start
+        if error or (self.fetches >= WARM and duration > SLOW * self.mean):
+            samples = all_ranges(self.samples)
+        self.fetches += 1
+        self.mean += (duration - self.mean) // min(self.fetches, WARM)
+        plain = read and not error and not samples and not self.dropped and self.free == self.span_limit
+        if plain and self._ring is not None and self._ring.write(self.round, index, self.start, end):
             return
         body = wire.encode_fetch(
-            self.number, self._pid, round, index, self._start, end, self.dropped, read, error, samples
+            self.number, self._pid, self.round, index, self.start, end, self.dropped, read, error, samples
         )
         self.writer.write(wire.FETCH, body)
 
@@ -171,56 +198,45 @@ class Worker:
         except Exception as fault:
             _fault(fault)
 
-    def _enter(self, batch: tuple[int, int]) -> None:
-        self.batch = batch
-        self._room = self.carrier.span_limit
+    def _enter(self) -> None:
+        self.fetching = True
+        self.free = self.span_limit
         self.dropped = 0
-        span = self._span
-        if span is not None:
-            if context.get_current() is self._attached:
-                span.batch = batch
-                span.open = True
-                return
-            self._span = None
+        if self.span is not None and context.get_current() is self.attached and not self.asked:
+            return
+        self.span, self.asked = None, False
         outer, current = context.current()
         if current.is_recording():
             return
-        carrier = self.carrier
-        if carrier.foreign_sdk and getattr(carrier.head, "adaptive", True) and not self.sampled(batch):
+        adaptive = getattr(self.carrier.head, "adaptive", True)
+        if self.carrier.foreign_sdk and adaptive and not self.sampled((self.round, self.index)):
             # A flag of 00 that nobody asked for would take the user's own spans away there.
             return
-        self._span = BatchSpan(self, batch, outer)
-        context.attach(self._span)
-        self._attached = context.get_current()
+        self.span = BatchSpan(self, outer)
+        context.attach(self.span)
+        self.attached = context.get_current()
 
     def _leave(self) -> None:
-        self.batch = None
-        span = self._span
-        if span is None:
-            return
-        if span.asked is None and context.get_current() is self._attached:
-            # It may stand for the next fetch as well; until then it is closed, and what it covers counts.
-            span.open = False
-            return
-        self._span = None
-        context.detach(span)
+        self.fetching = False
+        span = self.span
+        if span is not None and (self.asked or context.get_current() is not self.attached):
+            self.span = None
+            context.uncover()
 
 
 class IndexQueue:
     """torch's index queue; what comes out of it is noticed."""
 
     def __init__(self, queue: Any, worker: Worker) -> None:
-        self._get = queue.get
         self._queue = queue
-        self._received = worker.received
+        get, received = queue.get, _guarded(worker.received)
 
-    def get(self, *args: Any, **kwargs: Any) -> Any:
-        message = self._get(*args, **kwargs)
-        try:
-            self._received(message)
-        except Exception as error:
-            _fault(error)
-        return message
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            message = get(*args, **kwargs)
+            received(message)
+            return message
+
+        self.get = recorded if native.hooks is None else native.hooks.Get(worker, get, received)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -230,19 +246,27 @@ class DataQueue:
     """torch's data queue; what goes into it is noticed."""
 
     def __init__(self, queue: Any, worker: Worker) -> None:
-        self._put = queue.put
         self._queue = queue
-        self._answers = worker.answers
+        put, answers = queue.put, _guarded(worker.answers)
 
-    def put(self, message: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            self._answers(message)
-        except Exception as error:
-            _fault(error)
-        return self._put(message, *args, **kwargs)
+        def recorded(message: Any, *args: Any, **kwargs: Any) -> Any:
+            answers(message)
+            return put(message, *args, **kwargs)
+
+        self.put = recorded if native.hooks is None else native.hooks.Put(worker, put, answers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
+
+
+def _guarded(notice: Callable[[Any], None]) -> Callable[[Any], None]:
+    def noticed(message: Any) -> None:
+        try:
+            notice(message)
+        except Exception as error:
+            _fault(error)
+
+    return noticed
 
 
 def run(carrier: Carrier, descriptor: int | None, original: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -283,11 +307,12 @@ def _prepare(
         # Before 2.15 the dataset itself, later a list with it.
         dataset = args[1][0] if "dataset_holder" in place else args[1]
         worker.reader = reader(dataset, args[place["collate_fn"]])
-        worker.environment = environment = Environment(carrier.environment, worker.warn)
+        environment = Environment(carrier.environment, worker.warn)
         environment.restore(unpickling(dataset))
+        worker.look_after(environment)
         init = args[place["init_fn"]]
         if init is not None:
-            wrapped[place["init_fn"]] = _restoring(environment, init)
+            wrapped[place["init_fn"]] = _restoring(worker, environment, init)
     return worker, tuple(wrapped)
 
 
@@ -299,7 +324,7 @@ def _page(carrier: Carrier, number: int) -> StatusPage | None:
         return None
 
 
-def _restoring(environment: Environment, init: Callable[[int], Any]) -> Callable[[int], Any]:
+def _restoring(worker: Worker, environment: Environment, init: Callable[[int], Any]) -> Callable[[int], Any]:
     """The user's init function; entries that it removed are put back behind it."""
 
     def initialise(number: int) -> Any:
@@ -308,6 +333,7 @@ def _restoring(environment: Environment, init: Callable[[int], Any]) -> Callable
         finally:
             try:
                 environment.restore(initialiser(init))
+                worker.look_after(environment)
             except Exception as error:
                 _fault(error)
 
