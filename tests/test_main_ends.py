@@ -106,8 +106,7 @@ def about_the_dead(outcome: Outcome) -> list[str]:
         held = {int(file.name.partition("-")[2]): int(file.read_text()) for file in outcome.truth.glob("held-*")}
         if len(mains) != 1 or mains[0].alive() or {page.parent for page in workers.values()} != {mains[0].pid}:
             wrong.append(f"pages of the training process: {mains}")
-        # Until the recorder writes the training process's page, it says nothing of steps; it never says what is not so.
-        elif mains[0].step not in (None, STEP) or not {p.name for p in mains[0].phases or ()} <= {"backward"}:
+        elif mains[0].step != STEP or [phase.name for phase in mains[0].phases or ()] != ["backward"]:
             wrong.append(f"it died in the backward of step {STEP}, its page says {mains[0]}")
         if workers.keys() != held.keys():
             wrong.append(f"pages of workers {list(workers)}, there are {list(held)}")
