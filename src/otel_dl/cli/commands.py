@@ -80,9 +80,13 @@ def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, ar
         shown = progress is not False and sys.stderr.isatty()
         ended = job.run(arguments, job.environment_for_files(directory), line.draw if shown else None)
     if ended.started:
+        again = f"otel-dl report {shlex.quote(str(directory))}"
         _say("")
-        if _summarize(directory, earlier, jaeger, err=True):
-            _say(f"Again          otel-dl report {shlex.quote(str(directory))}")
+        try:
+            if _summarize(directory, earlier, jaeger, err=True):
+                _say(f"Again          {again}")
+        except job.Interrupted:
+            _say(f"otel-dl: the summary was interrupted. To have it: {again}")
     elif not earlier:
         with contextlib.suppress(OSError):
             directory.rmdir()
@@ -131,7 +135,7 @@ def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, 
     """Prints summary and reading; False when not one span was read."""
     reading = Reading(directory)
     try:
-        summary = summarize(read_spans(reading, without=earlier))
+        summary = summarize(job.until_interrupted(read_spans(reading, without=earlier)))
     except OSError as error:
         _say(f"otel-dl: {directory} cannot be read: {error.strerror}. Name a folder that `otel-dl run` wrote.")
         return False
