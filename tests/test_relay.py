@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from otel_dl.recording.failure import Failure
 from otel_dl.recording.keep import AdaptiveHead
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
@@ -50,7 +51,7 @@ def span(number: int = 7, flags: int = 1, **attributes: Any) -> ReadableSpan:
     )
 
 
-def fetch(index: int, round: int = 0, read: bool = True, dropped: int = 0, error: str = "") -> bytes:
+def fetch(index: int, round: int = 0, read: bool = True, dropped: int = 0, error: Failure | None = None) -> bytes:
     return wire.encode_fetch(0, 4711, round, index, 100, 200, dropped, read, error)
 
 
@@ -93,11 +94,11 @@ def test_a_fetch_is_taken_once_with_the_spans_made_in_it(relay: Relay) -> None:
     writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
     writer.write(wire.SPAN, wire.encode_span((2, 5), 0, span()))
     writer.write(wire.SPAN, wire.encode_span(None, 0, span(8)))
-    writer.write(wire.FETCH, fetch(5, 2, True, 1, "KeyError"))
+    writer.write(wire.FETCH, fetch(5, 2, True, 1, Failure("KeyError", "é")))
     taken = relay.take(("nonce", 2, 5))  # reads what has arrived by itself
     assert taken is not None
     assert (taken.worker, taken.pid, taken.start, taken.end, taken.error, taken.dropped) == (
-        0, 4711, 100, 200, "KeyError", 1,
+        0, 4711, 100, 200, Failure("KeyError", "é"), 1,
     )  # fmt: skip
     assert [s.context.span_id for s in taken.spans] == [7]
     assert [s.context.span_id for s in relay.outside()] == [8]

@@ -22,8 +22,8 @@ from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
 from otel_dl.recording.builder import Builder
+from otel_dl.recording.failure import Failure
 from otel_dl.recording.keep import AdaptiveHead
-from otel_dl.recording.lane import error_name
 from otel_dl.recording.run import Run
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.recording.status import Status
@@ -177,7 +177,7 @@ class Session:
 
     def _startup(self, spans: SpanBuilder) -> list[Any]:
         ended = self._error if self.run.first_step_end is None else None
-        return spans.startup(startup.process_start_ns(), startup.parts(), error_name(ended) if ended else None)
+        return spans.startup(startup.process_start_ns(), startup.parts(), Failure.of(ended) if ended else None)
 
     def flush(self, timeout: float) -> bool:
         """Exports what is kept so far within `timeout` seconds; whether everything left."""

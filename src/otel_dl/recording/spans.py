@@ -29,6 +29,7 @@ from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.version import __version__
 
 if TYPE_CHECKING:
+    from otel_dl.recording.failure import Failure
     from otel_dl.recording.run import Run
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -114,8 +115,7 @@ class SpanBuilder:
     def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
         """The trace of a batch that a worker read, linked to the `dataloader.next` that returned it, if it is known,
         with the user's own spans that were made meanwhile."""
-        parts = (fetch.nonce, TraceKind.BATCH, fetch.round, fetch.place)
-        context = _context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))
+        context = _context(*ids.batch_ids(fetch.nonce, fetch.round, fetch.place))
         attributes = self._first(TraceKind.BATCH, reason, fetch.dropped)
         if batch is not None:
             attributes |= _batch_attributes(batch)
@@ -130,7 +130,7 @@ class SpanBuilder:
         )  # fmt: skip
         return [span, *fetch.spans]
 
-    def startup(self, start: int, parts: dict[str, tuple[int, int]], error: str | None) -> list[ReadableSpan]:
+    def startup(self, start: int, parts: dict[str, tuple[int, int]], error: Failure | None) -> list[ReadableSpan]:
         """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
         run = self._run
         context = _context(*run.run_ids())
@@ -221,8 +221,7 @@ class SpanBuilder:
                         attributes["dl.queue.depth"] = depth
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
                         attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
-                        parts = (batch.nonce, TraceKind.BATCH, batch.round, batch.place)
-                        links.append(Link(_context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))))
+                        links.append(Link(_context(*ids.batch_ids(batch.nonce, batch.round, batch.place))))
             span = self._span(
                 name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope,
                 words=words if record.kind == Kind.NEXT else "",
@@ -271,7 +270,7 @@ class SpanBuilder:
 
     def _span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
-        attributes: Attributes, error: str | None, links: Sequence[Link],
+        attributes: Attributes, error: Failure | None, links: Sequence[Link],
         resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
         return self._epoch_span(
@@ -290,11 +289,11 @@ class SpanBuilder:
 
     def _epoch_span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
-        attributes: Attributes, error: str | None, links: Sequence[Link],
+        attributes: Attributes, error: Failure | None, links: Sequence[Link],
         resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
         if error is not None:
-            attributes["error.type"] = error
+            attributes["error.type"] = error.type
         return ReadableSpan(
             name,
             context,
@@ -304,11 +303,16 @@ class SpanBuilder:
             (),
             links,
             SpanKind.INTERNAL,
-            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, words or None),
+            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, _said(words, error)),
             start_time=start,
             end_time=end,
             instrumentation_scope=scope,
         )
+
+
+def _said(words: str, error: Failure) -> str | None:
+    """A failed span's description: what otel-dl knows, then the exception's message."""
+    return "; ".join(filter(None, (words, error.message))) or None
 
 
 def _nested(records: list[Record]) -> list[Record]:

@@ -17,9 +17,9 @@ from otel_dl.forensics.writer import StatusPage, all_ranges
 from otel_dl.log import logger
 from otel_dl.recording import context, ids
 from otel_dl.recording.context import DerivedSpan
+from otel_dl.recording.failure import Failure, qualified
 from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.records import clock
-from otel_dl.semconv import TraceKind
 from otel_dl.workers import carrier as carriers
 from otel_dl.workers import ring, spans, wire
 from otel_dl.workers.carrier import Carrier
@@ -47,8 +47,7 @@ class BatchSpan(DerivedSpan):
 
     def ids(self) -> tuple[int, int]:
         self.sampled = self._worker.sampled(self.batch)
-        parts = (self._worker.carrier.nonce, TraceKind.BATCH, *self.batch)
-        return ids.trace_id(*parts), ids.span_id(*parts, "fetch")
+        return ids.batch_ids(self._worker.carrier.nonce, *self.batch)
 
 
 class Worker:
@@ -142,10 +141,10 @@ class Worker:
         self._leave()
         if self.stateful:
             data = data[0]
-        read, error, samples = True, "", ""
+        read, error, samples = True, None, ""
         kind = type(data).__name__
         if kind == "ExceptionWrapper":
-            error = _name(data.exc_type)
+            error = _failure(data)
         elif kind == "_IterableDatasetStopIteration":
             read = False
         duration = end - self._start
@@ -166,7 +165,7 @@ class Worker:
         try:
             # `sys.exit` says nothing beyond the exit status.
             if self.page is not None and not isinstance(error, SystemExit):
-                self.page.ended(_name(type(error)) if error is not None else "")
+                self.page.ended(qualified(type(error)) if error is not None else "")
             self.writer.flush()
         except Exception as fault:
             _fault(fault)
@@ -350,5 +349,10 @@ def _fault(error: Exception) -> None:
         )
 
 
-def _name(kind: type[BaseException]) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+def _failure(wrapper: Any) -> Failure:
+    """torch hands an exception over as its class and the text of its traceback, which ends in name and message
+    (torch/_utils.py `ExceptionWrapper`, 2.15)."""
+    kind: type[BaseException] = wrapper.exc_type
+    name = qualified(kind).removeprefix("__main__.")
+    _, said, message = f"\n{wrapper.exc_msg}".rpartition(f"\n{name}: ")
+    return Failure.told(kind, message.rstrip("\n") if said else "")

@@ -95,7 +95,7 @@ def _whole(key: Key, fetch: Fetch | _Plain) -> Fetch:
     if isinstance(fetch, Fetch):
         return fetch
     (worker, pid), start, end = fetch
-    return Fetch(*key, worker, pid, start, end, None, False, [], 0)
+    return Fetch(*key, worker, pid, start, end, None, [], 0)
 
 
 class Relay:
@@ -281,8 +281,7 @@ class Relay:
             message.pid,
             message.start,
             message.end,
-            message.error or None,
-            False,
+            message.error,
             spans,
             message.dropped,
             message.samples,
@@ -307,9 +306,8 @@ class Relay:
             if not sampled and fetch.spans and full:
                 self.dropped["spans of workers"] += len(fetch.spans)
         if sampled:
-            fetch = _whole(key, fetch)._replace(sampled=True)
             if len(self._expired) < FETCHES:
-                self._expired.append(fetch)
+                self._expired.append(_whole(key, fetch))
             else:
                 self.dropped["fetches of workers"] += 1
 
