@@ -31,17 +31,9 @@ def instrument(**settings: Any) -> None:
     or after torch is imported and loaders, models and optimizers exist; a second call changes nothing. Never raises
     over a wrong setting. The run lasts until `uninstrument()` or the end of the process.
     """
-    from otel_dl.log import logger
+    from otel_dl.autoload import switch_on
 
-    try:
-        from otel_dl.instrumentor import TorchInstrumentor
-
-        instrumentor = TorchInstrumentor()
-        if not instrumentor.is_instrumented_by_opentelemetry:
-            instrumentor.instrument(set_up_sdk="now", **settings)
-    except Exception:
-        # OpenTelemetry itself refuses some values of OTEL_* when it is imported.
-        logger.warning("otel-dl: tracing could not be switched on; training goes on without.", exc_info=True)
+    switch_on(set_up_sdk="now", **settings)
 
 
 def uninstrument() -> None:

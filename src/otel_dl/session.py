@@ -160,7 +160,7 @@ class Session:
         self.run.status = self.folder.open(self.run.identity)
         connection.sink.open()
         if self._builder is None:
-            builder = Builder(self.run, connection.sink, self.relay, connection.resource)
+            builder = Builder(self.run, connection.sink, self.relay, connection.resource, connection.limits)
             builder.start(self._startup)
             self._builder = builder
         if self.run.identity.rank == 0:
@@ -221,8 +221,9 @@ class Session:
         self.folder.close(unmap=True)
         self.relay.close()
         self._ending.uninstall()
-        if self._connection is not None:
-            self._connection.sink.flush(deadline)
+        connection = self._connection
+        if connection is not None:
+            (connection.sink.flush if connection.outlives else connection.sink.close)(deadline)
 
     def after_fork(self) -> None:
         """In a forked child: a run of its own, none of the parent's threads, records, spans, pipes or signals."""

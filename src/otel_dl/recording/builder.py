@@ -21,7 +21,7 @@ from otel_dl.semconv import KeepReason
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
     from otel_dl.recording.records import Fetch
     from otel_dl.recording.run import Run
@@ -57,11 +57,13 @@ class Batches(Protocol):
 class Builder:
     """Owns closed steps. `start` once the run has begun; `drain` from any thread, with a deadline."""
 
-    def __init__(self, run: Run, sink: Spans, batches: Batches, resource: Resource) -> None:
+    def __init__(
+        self, run: Run, sink: Spans, batches: Batches, resource: Resource, limits: SpanLimits | None = None
+    ) -> None:
         self._run = run
         self._sink = sink
         self._batches = batches
-        self._spans = SpanBuilder(run, resource, batches.take, os.getpid(), batches.ready)
+        self._spans = SpanBuilder(run, resource, batches.take, os.getpid(), batches.ready, limits)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._urgent = False

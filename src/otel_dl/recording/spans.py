@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
@@ -37,6 +39,11 @@ SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope(semconv.SCOPE, __version__, semconv.SCHEMA_URL)
 _USER_SCOPE = InstrumentationScope(semconv.USER_SCOPE, __version__)
 
+_bounded_list: Callable[[int | None, Sequence[Link]], Sequence[Link]] = BoundedList.from_seq  # pyright: ignore
+
+_MOST_LINKS: Final = 3
+"""Of one span: run, former kept step, a span of the user's."""
+
 Attributes = dict[str, Any]
 Take = Callable[[tuple[str, int, int]], "Fetch | None"]
 Ready = Callable[[tuple[str, int, int], int], int]
@@ -49,7 +56,15 @@ def _context(trace_id: int, span_id: int) -> SpanContext:
 class SpanBuilder:
     """Builds spans for one run, in one process. Times of records are readings of `clock`; spans have epoch ns."""
 
-    def __init__(self, run: Run, resource: Resource, take: Take, pid: int, ready: Ready = lambda key, at: 0) -> None:
+    def __init__(
+        self,
+        run: Run,
+        resource: Resource,
+        take: Take,
+        pid: int,
+        ready: Ready = lambda key, at: 0,
+        limits: SpanLimits | None = None,
+    ) -> None:
         self._run = run
         self._base = resource
         self._resource = run.identity.resource(resource)
@@ -59,6 +74,7 @@ class SpanBuilder:
         self._pid = pid
         self.of_run_so_far = 0
         """Spans of the run's trace so far, below its first one."""
+        self._limits = limits if limits is not None and _are_narrow(limits) else None
         self._last: SpanContext | None = None
         """The former kept step."""
 
@@ -294,12 +310,19 @@ class SpanBuilder:
     ) -> ReadableSpan:  # fmt: skip
         if error is not None:
             attributes["error.type"] = error.type
+        limits, bounded = self._limits, attributes
+        if limits is not None:
+            # As the SDK's own spans are bounded, and what is dropped counted.
+            bounded = BoundedAttributes(
+                limits.max_span_attributes, attributes, max_value_len=limits.max_span_attribute_length
+            )
+            links = _bounded_list(limits.max_links, links)
         return ReadableSpan(
             name,
             context,
             parent,
             resource or self._resource,
-            attributes,
+            bounded,
             (),
             links,
             SpanKind.INTERNAL,
@@ -313,6 +336,17 @@ class SpanBuilder:
 def _said(words: str, error: Failure) -> str | None:
     """A failed span's description: what otel-dl knows, then the exception's message."""
     return "; ".join(filter(None, (words, error.message))) or None
+
+
+def _are_narrow(limits: SpanLimits) -> bool:
+    """Whether a span of ours may exceed them; the default ones it never does."""
+    attributes: int | None = limits.max_span_attributes
+    links: int | None = limits.max_links
+    return (
+        limits.max_span_attribute_length is not None
+        or (attributes is not None and attributes < len(semconv.ATTRIBUTES))
+        or (links is not None and links < _MOST_LINKS)
+    )
 
 
 def _nested(records: list[Record]) -> list[Record]:
