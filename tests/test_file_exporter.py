@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from otel_dl.descriptors import Descriptor
 from otel_dl.export.file import FileSpanExporter
 from otel_dl.export.otlp_json import encode
 
@@ -333,9 +334,8 @@ print(exporter.export([span("after")]).name)
         exporter.export([span("before")])
         full = os.open("/dev/full", os.O_WRONLY)
         assert exporter._descriptor is not None
-        os.dup2(full, exporter._descriptor)
-        status = os.fstat(full)
-        exporter._identity = status.st_dev, status.st_ino
+        os.dup2(full, exporter._descriptor.number)
+        exporter._descriptor = Descriptor(exporter._descriptor.number)
         os.close(full)
         assert exporter.export([span("lost")]) is SpanExportResult.FAILURE
         assert "No space left on device" in caplog.text

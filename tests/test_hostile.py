@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from support.children import Result, run
 
 from otel_dl.faults import is_ours
+from otel_dl.viewing.reading import Reading, read_spans
 
 BASE = """
 import otel_dl; otel_dl.instrument()
@@ -66,6 +68,29 @@ print([os.path.getsize(file.name) for file in files])
 """,
     )
     assert (done.code, done.stdout) == (0, f"{[0] * 8}\n"), done
+
+
+def test_no_signal_number_lands_in_a_file_that_takes_over_the_wakeup_descriptor(tmp_path: Path) -> None:
+    """Nor does SIGTERM need it: what was kept still leaves, and the process still ends by it."""
+    done = hostile(
+        tmp_path,
+        f"""
+watcher = next(thread for thread in threading.enumerate() if thread.name == "otel-dl-sigterm")
+os.closerange(3, 4096)
+watcher.join()  # it has noticed
+files = [os.open(f"{tmp_path}/checkpoint", os.O_RDWR | os.O_CREAT | os.O_APPEND) for _ in range(600)]
+signal.signal(signal.SIGUSR1, lambda *_: None)
+os.kill(os.getpid(), signal.SIGUSR1)
+epoch()
+print(os.path.getsize("{tmp_path}/checkpoint"), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Event().wait()
+""",
+    )
+    assert (done.code, done.stdout) == (-signal.SIGTERM, "0\n"), done
+    assert (tmp_path / "checkpoint").read_bytes() == b""
+    steps = [span for span in read_spans(Reading(tmp_path / "traces")) if span.name == "train.step"]
+    assert len(steps) == 32
 
 
 def test_uninstrument_in_another_thread_leaves_no_closed_wakeup_descriptor(tmp_path: Path) -> None:

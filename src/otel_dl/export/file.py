@@ -21,6 +21,7 @@ from typing import NamedTuple
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from otel_dl.descriptors import Descriptor
 from otel_dl.export.otlp_json import encode
 from otel_dl.log import logger
 from otel_dl.settings import Settings
@@ -86,7 +87,7 @@ class FileSpanExporter(SpanExporter):
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._descriptor: int | None = None
+        self._descriptor: Descriptor | None = None
         self._path = self.directory
         self._size = 0
         self._spans = 0
@@ -95,16 +96,14 @@ class FileSpanExporter(SpanExporter):
         self._name = (
             f"spans-{re.sub(r'[^A-Za-z0-9_.-]', '_', socket.gethostname())}-{os.getpid()}-{os.urandom(4).hex()}"
         )
-        self._identity = (0, 0)
-        """Device and inode of the file written to."""
         self._opened = 0
         self._reported: set[int | None] = set()
         self._closed = False
 
     def _after_fork(self) -> None:
         """The parent's file stays the parent's: the child closes its copy of the descriptor and begins anew."""
-        if self._descriptor is not None and self._still_ours(self._descriptor):
-            os.close(self._descriptor)
+        if self._descriptor is not None:
+            self._descriptor.close()
         closed = self._closed
         self._reset()
         self._closed = closed
@@ -143,9 +142,9 @@ class FileSpanExporter(SpanExporter):
 
     def _write(self, line: bytes) -> None:
         descriptor = self._descriptor
-        if descriptor is not None and not self._still_ours(descriptor):
+        if descriptor is not None and not descriptor.ours:
             self._descriptor = descriptor = None
-        elif descriptor is not None and os.fstat(descriptor).st_nlink == 0:
+        elif descriptor is not None and os.fstat(descriptor.number).st_nlink == 0:
             self._close()  # somebody removed the file: what is written to it would be lost
             descriptor = None
         if descriptor is not None and self._size + len(line) > self._max_bytes:
@@ -154,42 +153,32 @@ class FileSpanExporter(SpanExporter):
         if descriptor is None:
             descriptor = self._open()
         try:
-            written = os.write(descriptor, line)
+            written = os.write(descriptor.number, line)
             while written < len(line):  # the disk is nearly full: the next write says so, or the rest finds room
-                written += os.write(descriptor, line[written:])
+                written += os.write(descriptor.number, line[written:])
         except OSError:
             self._cut_back(descriptor)
             raise
         self._size += len(line)
 
-    def _open(self) -> int:
+    def _open(self) -> Descriptor:
         self.directory.mkdir(parents=True, exist_ok=True)
         number = self._opened + 1
         path = self.directory / (f"{self._name}.jsonl" if number == 1 else f"{self._name}.{number}.jsonl")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o600)
+        self._descriptor = Descriptor(os.open(path, flags, 0o600))
         self._opened, self._path, self._size, self._spans = number, path, 0, 0
-        status = os.fstat(self._descriptor)
-        self._identity = status.st_dev, status.st_ino
         return self._descriptor
-
-    def _still_ours(self, descriptor: int) -> bool:
-        """False where a script closed what it did not know, and perhaps has a file of its own under the number now."""
-        try:
-            status = os.fstat(descriptor)
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == self._identity
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None and self._still_ours(descriptor):
-            os.close(descriptor)
+        if descriptor is not None:
+            descriptor.close()
 
-    def _cut_back(self, descriptor: int) -> None:
+    def _cut_back(self, descriptor: Descriptor) -> None:
         """Takes a torn line away again; where that fails the file is left, so that the tear is its last line."""
         try:
-            os.ftruncate(descriptor, self._size)
+            os.ftruncate(descriptor.number, self._size)
         except OSError:
             self._close()
 
