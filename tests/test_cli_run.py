@@ -101,6 +101,13 @@ os.write(2, b"\x1b[31mwarning\x1b[0m \xfe")
         assert "1 kept of at least 1" in summary
         assert "1 × file of an earlier run" in summary
 
+    @pytest.mark.parametrize("command", [["run", "--jaeger", "jaeger:16686", "true"], ["report", "--jaeger", "", "."]])
+    def test_an_address_of_jaeger_that_is_none_is_a_usage_error(self, command: list[str]) -> None:
+        done = subprocess.run([*OTEL_DL, *command], capture_output=True, check=False)
+        assert done.returncode == 2
+        assert b"Invalid value for '--jaeger'" in done.stderr
+        assert b"http://localhost:16686" in done.stderr
+
     def test_a_job_that_writes_no_traces_is_said(self, tmp_path: Path) -> None:
         done = run(sys.executable, "-c", "print('hello')")
         assert done.returncode == 0

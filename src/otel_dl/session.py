@@ -27,7 +27,7 @@ from otel_dl.recording.keep import AdaptiveHead
 from otel_dl.recording.run import Run
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.recording.status import Status
-from otel_dl.settings import Settings
+from otel_dl.settings import Settings, warn_of_unknown
 from otel_dl.version import __version__
 from otel_dl.workers import ring
 from otel_dl.workers.relay import Relay
@@ -50,6 +50,7 @@ def begin(*, set_up_sdk: SetUp, **keywords: Any) -> None:
     settings = Settings.read(**keywords)
     if not settings.enabled or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return
+    warn_of_unknown(os.environ)
     try:
         _current = Session(settings, keywords, set_up_sdk)
         _current.install()

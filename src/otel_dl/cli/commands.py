@@ -15,14 +15,23 @@ from otel_dl.cli.progress import Progress
 from otel_dl.forensics.folder import temporary
 from otel_dl.forensics.reader import read_all
 from otel_dl.forensics.report import lines
-from otel_dl.settings import Settings
+from otel_dl.settings import URL, Settings
 from otel_dl.viewing.reading import Reading, read_spans
 from otel_dl.viewing.summary import summarize
 from otel_dl.viewing.text import render_reading, render_summary
 
+
+def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else URL.parse(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r}; allowed: {URL.allowed}.") from None
+
+
 _jaeger_option = click.option(
     "--jaeger",
     metavar="URL",
+    callback=_address,
     help="Address of a Jaeger; trace ids become links to it.  [default: OTEL_DL_JAEGER_URL]",
 )
 

@@ -1,8 +1,8 @@
 """`FileSpanExporter`: traces as files that a person can read, without a collector.
 
-Each export batch becomes one line, an `ExportTraceServiceRequest` in OTLP's JSON encoding: what the OpenTelemetry
-Collector's file exporter writes and Jaeger's upload takes. A process has a file of its own, so nobody waits for anybody
-and a killed process spoils no other's file.
+Each export batch becomes one line (a very large one several), an `ExportTraceServiceRequest` in OTLP's JSON encoding:
+what the OpenTelemetry Collector's file exporter writes and Jaeger's upload takes. A process has a file of its own, so
+nobody waits for anybody and a killed process spoils no other's file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class FileSpanExporter(SpanExporter):
     The file is made at the first export, so a process that exports nothing leaves none; a forked child gets its own.
     A line is handed to the kernel whole before `export` returns: it survives the process, whatever ends it. When the
     next line would carry the file beyond `max_bytes`, a new one is begun (`….2.jsonl`, `….3.jsonl`, …); of the full
-    ones the newest `max_files` stay.
+    ones the newest `max_files` stay. A batch that is larger than a file may be becomes several lines; only a single
+    span may be larger.
 
     Nothing is raised when the folder cannot be written to or the disk is full: `export` returns FAILURE, a warning is
     logged once a cause, no torn line stays in the file, and the next export tries again.
@@ -115,20 +116,30 @@ class FileSpanExporter(SpanExporter):
         return None if self._descriptor is None else self._path
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Writes `spans` as one line; FAILURE means that nothing of them is in the file."""
+        """Writes `spans`, as one line where that fits into a file; FAILURE means that nothing of them is in any."""
         if not spans:
             return SpanExportResult.SUCCESS
-        line = encode(spans) + b"\n"
+        lines = self._lines(spans)
         with self._lock:
             if self._closed:
                 return SpanExportResult.FAILURE
             try:
-                self._write(line)
+                if len(lines) == 1:
+                    self._write(*lines[0])
+                else:
+                    self._write_all(lines)
             except OSError as error:
                 self._report(error)
                 return SpanExportResult.FAILURE
-            self._spans += len(spans)
         return SpanExportResult.SUCCESS
+
+    def _lines(self, spans: Sequence[ReadableSpan]) -> list[tuple[bytes, int]]:
+        """Lines that a file has room for, a span being larger by itself excepted; and how many spans each holds."""
+        line = encode(spans) + b"\n"
+        if len(line) <= self._max_bytes or len(spans) == 1:
+            return [(line, len(spans))]
+        half = len(spans) // 2
+        return [*self._lines(spans[:half]), *self._lines(spans[half:])]
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """True: what was exported is with the kernel already."""
@@ -140,7 +151,23 @@ class FileSpanExporter(SpanExporter):
             self._closed = True
             self._close()
 
-    def _write(self, line: bytes) -> None:
+    def _write_all(self, lines: list[tuple[bytes, int]]) -> None:
+        """All of them or none: they have files of their own, which go again where one cannot be written."""
+        if self._descriptor is not None:
+            self._rotate()
+        before = self._opened
+        try:
+            for line, spans in lines:
+                self._write(line, spans)
+        except OSError:
+            self._close()
+            begun = [self._path_of(number) for number in range(before + 1, self._opened + 1)]
+            self._full = deque(full for full in self._full if full.path not in begun)
+            for path in begun:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _write(self, line: bytes, spans: int) -> None:
         descriptor = self._descriptor
         if descriptor is not None and not descriptor.ours:
             self._descriptor = descriptor = None
@@ -160,11 +187,15 @@ class FileSpanExporter(SpanExporter):
             self._cut_back(descriptor)
             raise
         self._size += len(line)
+        self._spans += spans
+
+    def _path_of(self, number: int) -> Path:
+        return self.directory / (f"{self._name}.jsonl" if number == 1 else f"{self._name}.{number}.jsonl")
 
     def _open(self) -> Descriptor:
         self.directory.mkdir(parents=True, exist_ok=True)
         number = self._opened + 1
-        path = self.directory / (f"{self._name}.jsonl" if number == 1 else f"{self._name}.{number}.jsonl")
+        path = self._path_of(number)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = Descriptor(os.open(path, flags, 0o600))
         self._opened, self._path, self._size, self._spans = number, path, 0, 0
