@@ -21,9 +21,9 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
+from time import monotonic, sleep
 from typing import Final
 from weakref import WeakSet
 
@@ -273,9 +273,9 @@ class Ending:
         _default_sigterm()
 
     def _wait_for_death(self) -> None:
-        end = time.monotonic() + self._settings.term_delay + 2 * _MARGIN
-        while time.monotonic() < end:
-            time.sleep(_MARGIN)
+        end = monotonic() + self._settings.term_delay + 2 * _MARGIN
+        while monotonic() < end:
+            sleep(_MARGIN)
 
 
 def _high(pipe: tuple[int, int]) -> tuple[Descriptor, Descriptor]:

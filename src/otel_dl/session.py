@@ -7,7 +7,7 @@ connected and no thread exists: helper processes that merely import torch stay a
 from __future__ import annotations
 
 import os
-import time
+from time import monotonic
 from typing import Any, Literal
 
 import wrapt
@@ -182,13 +182,13 @@ class Session:
 
     def flush(self, timeout: float) -> bool:
         """Exports what is kept so far within `timeout` seconds; whether everything left."""
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         built = self._builder is None or self._builder.drain(deadline)
         return (self._connection is None or self._connection.sink.flush(deadline)) and built
 
     def _end(self, delay: float, error: BaseException | None) -> None:
         """The process ends: what is kept leaves within `delay` seconds."""
-        deadline = time.monotonic() + delay
+        deadline = monotonic() + delay
         self._finish(deadline, error)
         if self._connection is not None:
             self._connection.sink.close(deadline)
@@ -212,7 +212,7 @@ class Session:
         startup.import_torch.uninstall()
 
     def uninstall(self) -> None:
-        deadline = time.monotonic() + self.settings.exit_delay
+        deadline = monotonic() + self.settings.exit_delay
         for patches in reversed(self._patches):
             patches.restore()
         startup.import_torch.uninstall()

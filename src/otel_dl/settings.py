@@ -22,7 +22,7 @@ _PREFIX = "OTEL_DL_"
 _said: set[tuple[object, ...]] = set()
 
 
-def _say_once(*warning: object) -> None:
+def say_once(*warning: object) -> None:
     """Once a process, and not again in those that it starts."""
     if warning not in _said and parent_process() is None:
         _said.add(warning)
@@ -139,7 +139,7 @@ class Settings:
                     values[field.name] = kind.parse(str(raw))
                     break
                 except (ValueError, OverflowError):
-                    _say_once(
+                    say_once(
                         "otel-dl: %s has the value %r; allowed: %s. The default %r is used.",
                         source,
                         raw,
@@ -157,7 +157,7 @@ def warn_of_unknown(environ: Mapping[str, str]) -> None:
     for name in sorted(environ.keys() - set(known)):
         if name.startswith(_PREFIX):
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-            _say_once("otel-dl: there is no setting %s; it is ignored. The nearest is %s.", name, nearest)
+            say_once("otel-dl: there is no setting %s; it is ignored. The nearest is %s.", name, nearest)
 
 
 class Described(NamedTuple):

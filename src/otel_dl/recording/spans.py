@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from time import time_ns
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.attributes import BoundedAttributes
@@ -150,7 +150,7 @@ class SpanBuilder:
         """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
         run = self._run
         context = _context(*run.run_ids())
-        end = time.time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
+        end = time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
         attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
         spans = [self._epoch_span(SpanName.STARTUP, context, run.remote, start, end, attributes, error, ())]
         for name, times in parts.items():
@@ -222,7 +222,8 @@ class SpanBuilder:
             links: list[Link] = []
             fetched: Fetch | None = None
             if type(record.kind) is str:
-                name, scope = record.kind, _USER_SCOPE
+                # An exporter would refuse the whole batch for a lone surrogate.
+                name, scope = record.kind.encode("utf-8", "replace").decode(), _USER_SCOPE
             else:
                 name, scope = NAMES[int(record.kind)], _SCOPE
                 attributes["is_warmup"] = warm
