@@ -44,6 +44,9 @@ _bounded_list: Callable[[int | None, Sequence[Link]], Sequence[Link]] = BoundedL
 _MOST_LINKS: Final = 3
 """Of one span: run, former kept step, a span of the user's."""
 
+_UNSET: Final = Status(StatusCode.UNSET)
+"""One for all: what waits for the exporter is work for the garbage collector."""
+
 Attributes = dict[str, Any]
 Take = Callable[[tuple[str, int, int]], "Fetch | None"]
 Ready = Callable[[tuple[str, int, int], int], int]
@@ -219,7 +222,7 @@ class SpanBuilder:
             else:
                 around.append((record, context))
             attributes: Attributes = {}
-            links: list[Link] = []
+            links: Sequence[Link] = ()
             fetched: Fetch | None = None
             if type(record.kind) is str:
                 # An exporter would refuse the whole batch for a lone surrogate.
@@ -238,7 +241,7 @@ class SpanBuilder:
                         attributes["dl.queue.depth"] = depth
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
                         attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
-                        links.append(Link(_context(*ids.batch_ids(batch.nonce, batch.round, batch.place))))
+                        links = [Link(_context(*ids.batch_ids(batch.nonce, batch.round, batch.place)))]
             span = self._span(
                 name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope,
                 words=words if record.kind == Kind.NEXT else "",
@@ -327,7 +330,7 @@ class SpanBuilder:
             (),
             links,
             SpanKind.INTERNAL,
-            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, _said(words, error)),
+            status=_UNSET if error is None else Status(StatusCode.ERROR, _said(words, error)),
             start_time=start,
             end_time=end,
             instrumentation_scope=scope,
