@@ -126,7 +126,7 @@ class Torn(Dataset[torch.Tensor]):
 def test_a_fetch_in_a_worker_says_the_message_of_the_dataset_not_torchs() -> None:
     with recording() as recorded, pytest.raises(Own):
         next(iter(DataLoader(Torn(), num_workers=1, multiprocessing_context="fork")))
-    (fetch,) = {said(span) for span in recorded.named("dataloader.fetch") if not span.status.is_unset}
-    assert fetch == (f"{__name__}.Own", "record 17 is torn:\nValueError: of length 3")
+    fetches = {span.attributes["dl.batch.index"]: said(span) for span in recorded.named("dataloader.fetch")}
+    assert fetches[0] == (f"{__name__}.Own", "samples 0; record 17 is torn:\nValueError: of length 3")
     (wait,) = recorded.named("dataloader.next")
-    assert wait.status.description.startswith("Caught Own in DataLoader worker process 0.\nOriginal Traceback")
+    assert "; Caught Own in DataLoader worker process 0.\nOriginal Traceback" in wait.status.description
