@@ -127,6 +127,6 @@ def test_a_fetch_in_a_worker_says_the_message_of_the_dataset_not_torchs() -> Non
     with recording() as recorded, pytest.raises(Own):
         next(iter(DataLoader(Torn(), num_workers=1, multiprocessing_context="fork")))
     fetches = {span.attributes["dl.batch.index"]: said(span) for span in recorded.named("dataloader.fetch")}
-    assert fetches[0] == (f"{__name__}.Own", "samples 0; record 17 is torn:\nValueError: of length 3")
+    assert fetches[0] == (f"{__name__}.Own", "record 17 is torn:\nValueError: of length 3")
     (wait,) = recorded.named("dataloader.next")
     assert "; Caught Own in DataLoader worker process 0.\nOriginal Traceback" in wait.status.description
