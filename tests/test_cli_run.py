@@ -56,6 +56,13 @@ def start(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*OTEL_DL, "run", "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+def is_pending(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+    assert pending
+    return bool(int(pending[1], 16) >> (number - 1) & 1)
+
+
 def line_of(stream: IO[bytes] | None) -> bytes:
     assert stream is not None
     return stream.readline()
@@ -208,9 +215,12 @@ while True:
         )
         assert line_of(job.stdout) == b"ready\n"
         number = getattr(signal, name)
+        (witness,) = [p for p in psutil.Process(job.pid).children() if "otel_dl.cli" in p.cmdline()]
         for to_all in (True, True, False, True, False):
             (os.killpg if to_all else os.kill)(job.pid, number)
             assert line_of(job.stdout) == b"heard\n"
+            while is_pending(witness.pid, number):  # we have not dealt with it: a second one would be the same one
+                pass
         job.send_signal(signal.SIGHUP)  # passed on when all the others have been dealt with
         out, _ = job.communicate()
         assert (job.returncode, out) == (7, b"")
