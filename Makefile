@@ -10,6 +10,7 @@
 
 PYTHON ?= python3
 OTEL_DL_TORCH_FROM ?= $(PYTHON)
+unexport OTEL_DL_TORCH_FROM # no setting of otel-dl's, which would say so
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
 

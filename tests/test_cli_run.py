@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from otel_dl.cli.job import BOOTSTRAP
@@ -53,6 +54,13 @@ def run(*arguments: str, stdin: bytes = b"", options: Sequence[str] = ()) -> sub
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*OTEL_DL, "run", "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+    assert pending
+    return bool(int(pending[1], 16) >> (number - 1) & 1)
 
 
 def line_of(stream: IO[bytes] | None) -> bytes:
@@ -99,6 +107,13 @@ os.write(2, b"\x1b[31mwarning\x1b[0m \xfe")
         summary = run(sys.executable, path, options=["--out", "traces"]).stderr.decode()
         assert "1 kept of at least 1" in summary
         assert "1 × file of an earlier run" in summary
+
+    @pytest.mark.parametrize("command", [["run", "--jaeger", "jaeger:16686", "true"], ["report", "--jaeger", "", "."]])
+    def test_an_address_of_jaeger_that_is_none_is_a_usage_error(self, command: list[str]) -> None:
+        done = subprocess.run([*OTEL_DL, *command], capture_output=True, check=False)
+        assert done.returncode == 2
+        assert b"Invalid value for '--jaeger'" in done.stderr
+        assert b"http://localhost:16686" in done.stderr
 
     def test_a_job_that_writes_no_traces_is_said(self, tmp_path: Path) -> None:
         done = run(sys.executable, "-c", "print('hello')")
@@ -179,6 +194,84 @@ while True:
         assert (job.returncode, out) == (7, f"got {name}\n".encode())
         assert b"1 kept of at least 1" in err
 
+    @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+    def test_a_signal_to_the_whole_process_group_reaches_the_job_once(self, tmp_path: Path, name: str) -> None:
+        """Then one to us alone reaches it as well: the two are told apart, also after a signal of the same number."""
+        count = f"""
+import signal, time
+def heard(number, frame):
+    print("heard", flush=True)
+signal.signal(signal.{name}, heard)
+signal.signal(signal.SIGHUP, lambda *_: exit(7))
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+        job = subprocess.Popen(
+            [*OTEL_DL, "run", "--", sys.executable, script(tmp_path, count)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert line_of(job.stdout) == b"ready\n"
+        number = getattr(signal, name)
+        (witness,) = [p for p in psutil.Process(job.pid).children() if "otel_dl.cli" in p.cmdline()]
+        for to_all in (True, True, False, True, False):
+            (os.killpg if to_all else os.kill)(job.pid, number)
+            assert line_of(job.stdout) == b"heard\n"
+            while is_pending(witness.pid, number):  # we have not dealt with it: a second one would be the same one
+                pass
+        job.send_signal(signal.SIGHUP)  # passed on when all the others have been dealt with
+        out, _ = job.communicate()
+        assert (job.returncode, out) == (7, b"")
+
+    def test_a_sender_that_goes_through_the_group_one_by_one_reaches_the_job_once(self, tmp_path: Path) -> None:
+        count = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+signal.signal(signal.SIGHUP, lambda *_: exit(7))
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+        job = start(sys.executable, script(tmp_path, count))
+        assert line_of(job.stdout) == b"ready\n"
+        for process in [psutil.Process(job.pid), *psutil.Process(job.pid).children()]:
+            process.terminate()
+        assert line_of(job.stdout) == b"heard\n"
+        job.send_signal(signal.SIGHUP)
+        out, _ = job.communicate()
+        assert (job.returncode, out) == (7, b"")
+
+    def test_a_signal_during_the_summary_does_not_replace_the_jobs_exit_status(self, tmp_path: Path) -> None:
+        text = """
+import os, shutil, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+path = provider._active_span_processor._span_processors[0].span_exporter.path
+with open(path, "ab") as file:
+    file.write(path.read_bytes() * 50_000)
+print("ready", flush=True)
+os._exit(7)
+"""
+        job = start(sys.executable, script(tmp_path, TRACED + text))
+        assert line_of(job.stdout) == b"ready\n"
+        while job.poll() is None:
+            job.send_signal(signal.SIGTERM)
+        assert job.returncode == 7
+        assert b"the summary was interrupted. To have it: otel-dl report" in job.communicate()[1]
+
+    def test_nothing_of_ours_outlives_us(self, tmp_path: Path) -> None:
+        job = start(sys.executable, script(tmp_path, self.WAIT))
+        assert line_of(job.stdout) == b"ready\n"
+        ours = psutil.Process(job.pid).children()
+        os.kill(job.pid, signal.SIGKILL)
+        for process in ours:
+            if "train.py" in " ".join(process.cmdline()):
+                process.kill()
+        gone, alive = psutil.wait_procs(ours, timeout=60)
+        assert (len(gone), alive) == (2, [])
+        job.communicate()
+
     def test_the_job_starts_with_the_signals_of_a_shell(self) -> None:
         command = ["sh", "-c", "grep -E 'SigBlk|SigIgn' /proc/self/status"]
 
@@ -253,6 +346,36 @@ while True:
         os.kill(int(match[1]), signal.SIGUSR1)
         assert terminal.read_to_the_end() == 5
         assert b"interrupted 2" not in terminal.seen
+        assert b"1 kept of at least 1" in terminal.seen
+
+    def test_control_z_stops_the_job_and_us_and_the_shell_can_go_on_with_both(self, tmp_path: Path) -> None:
+        """A shell with job control, on a terminal, has `otel-dl run` as one of its jobs."""
+        text = """
+import os, sys
+print("ready", os.getpid(), flush=True)
+print("read", sys.stdin.readline().strip(), flush=True)
+sys.exit(5)
+"""
+        shell = f"""
+set -m
+{" ".join(OTEL_DL)} run --no-progress --out traces -- {sys.executable} {script(tmp_path, TRACED + text)}
+echo "stopped with $?"
+fg
+echo "ended with $?"
+"""
+        pid, descriptor = pty.fork()
+        if pid == 0:
+            os.execvp("bash", ["bash", "--norc", "-c", shell])
+        terminal = Terminal.__new__(Terminal)
+        terminal.pid, terminal.descriptor, terminal.seen = pid, descriptor, b""
+        terminal.read_until(rb"ready (\d+)\r\n")
+        terminal.press(b"\x1a")
+        terminal.read_until(rb"stopped with 148\r\n")
+        terminal.read_until(rb"run --no-progress[^\n]*\n")
+        terminal.press(b"a line\n")
+        terminal.read_until(rb"ended with 5\r\n")
+        assert terminal.read_to_the_end() == 0
+        assert b"read a line" in terminal.seen
         assert b"1 kept of at least 1" in terminal.seen
 
     def test_a_job_that_control_c_kills_ends_us_by_sigint(self, tmp_path: Path) -> None:

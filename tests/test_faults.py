@@ -121,7 +121,7 @@ PLACES: list[tuple[Any, str]] = [
         *((context, name) for name in ("attach", "detach", "current", "suppressed", "get_current", "_uncovered")),
         (lane, "clock"),
         (lane, "get_current"),
-        (lane, "error_name"),
+        (lane, "Failure"),
     ]
     if f"{getattr(place[0], '__name__', '')}.{place[1]}" not in NOT_WITHIN_TRAINING
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import subprocess
@@ -21,6 +23,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from otel_dl.descriptors import Descriptor
 from otel_dl.export.file import FileSpanExporter
 from otel_dl.export.otlp_json import encode
 
@@ -255,7 +258,32 @@ class TestSize:
         assert str(tmp_path) in warning
         assert "OTEL_DL_FILE_MAX_FILES" in warning
 
-    def test_a_batch_larger_than_the_cap_is_written_whole(self, tmp_path: Path) -> None:
+    def test_a_batch_larger_than_the_cap_becomes_several_files_that_keep_to_it(self, tmp_path: Path) -> None:
+        exporter = FileSpanExporter(tmp_path, max_bytes=65_536, max_files=10)
+        exporter.export([span("before")])
+        exporter.export([span(letter * 20_000) for letter in "abcdefgh"])
+        exporter.export([span("after")])
+        assert sorted(name[0] for name in names(tmp_path)) == ["a", "a", *"bbcdefgh"]
+        assert all(path.stat().st_size <= 65_536 for path in tmp_path.iterdir())
+
+    def test_such_a_batch_is_written_whole_or_not_at_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        exporter = FileSpanExporter(tmp_path, max_bytes=65_536, max_files=10)
+        exporter.export([span("before")])
+        batch = [span(letter * 20_000) for letter in "abcdefgh"]
+        write, writes = os.write, itertools.count()
+
+        def full_disk(descriptor: int, data: bytes) -> int:
+            if next(writes) == 2:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(descriptor, data)
+
+        monkeypatch.setattr(os, "write", full_disk)
+        assert exporter.export(batch) is SpanExportResult.FAILURE
+        assert names(tmp_path) == ["before"]
+        assert exporter.export(batch) is SpanExportResult.SUCCESS
+        assert sorted(name[0] for name in names(tmp_path)) == [*"abbcdefgh"]
+
+    def test_a_single_span_larger_than_the_cap_is_written_whole(self, tmp_path: Path) -> None:
         exporter = FileSpanExporter(tmp_path, max_bytes=65_536)
         exporter.export([span("a" * 100_000)])
         exporter.export([span("b")])
@@ -333,9 +361,8 @@ print(exporter.export([span("after")]).name)
         exporter.export([span("before")])
         full = os.open("/dev/full", os.O_WRONLY)
         assert exporter._descriptor is not None
-        os.dup2(full, exporter._descriptor)
-        status = os.fstat(full)
-        exporter._identity = status.st_dev, status.st_ino
+        os.dup2(full, exporter._descriptor.number)
+        exporter._descriptor = Descriptor(exporter._descriptor.number)
         os.close(full)
         assert exporter.export([span("lost")]) is SpanExportResult.FAILURE
         assert "No space left on device" in caplog.text

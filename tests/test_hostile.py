@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
-from support.children import Result, run
+from support.children import Child, Result, run
+from support.validate import validate
 
 from otel_dl.faults import is_ours
+from otel_dl.viewing.reading import Reading, read_spans
 
 BASE = """
 import otel_dl; otel_dl.instrument()
@@ -66,6 +70,126 @@ print([os.path.getsize(file.name) for file in files])
 """,
     )
     assert (done.code, done.stdout) == (0, f"{[0] * 8}\n"), done
+
+
+def test_no_signal_number_lands_in_a_file_that_takes_over_the_wakeup_descriptor(tmp_path: Path) -> None:
+    """Nor does SIGTERM need it: what was kept still leaves, and the process still ends by it."""
+    done = hostile(
+        tmp_path,
+        f"""
+watcher = next(thread for thread in threading.enumerate() if thread.name == "otel-dl-sigterm")
+os.closerange(3, 4096)
+watcher.join()  # it has noticed
+files = [os.open(f"{tmp_path}/checkpoint", os.O_RDWR | os.O_CREAT | os.O_APPEND) for _ in range(600)]
+signal.signal(signal.SIGUSR1, lambda *_: None)
+os.kill(os.getpid(), signal.SIGUSR1)
+epoch()
+print(os.path.getsize("{tmp_path}/checkpoint"), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Event().wait()
+""",
+    )
+    assert (done.code, done.stdout) == (-signal.SIGTERM, "0\n"), done
+    assert (tmp_path / "checkpoint").read_bytes() == b""
+    steps = [span for span in read_spans(Reading(tmp_path / "traces")) if span.name == "train.step"]
+    assert len(steps) == 32
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait()"])
+def test_a_script_that_stops_the_clock_has_its_traces_and_its_end(end: str, tmp_path: Path) -> None:
+    """As freezegun does; `time.sleep` may be replaced as well."""
+    done = hostile(
+        tmp_path,
+        f"""
+for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"):
+    setattr(time, name, lambda *_: 0)
+epoch()
+{end}
+""",
+    )
+    assert done.code == (-signal.SIGTERM if end else 0), done
+    found = list(read_spans(Reading(tmp_path / "traces")))
+    assert sum(span.name == "train.step" for span in found) == 32
+    assert validate(found) == []
+
+
+def test_a_stopped_and_continued_job_loses_nothing(tmp_path: Path) -> None:
+    child = Child(
+        BASE + "while sys.stdin.readline(): print('epochs', epoch(), flush=True)\n",
+        {"OTEL_TRACES_EXPORTER": "otel_dl_file", "OTEL_DL_DIR": str(tmp_path)},
+        stdin=True,
+    )
+    for stop in (signal.SIGTSTP, signal.SIGSTOP):
+        child.ask("go on")
+        child.wait_for_line("epochs 16")
+        child.send(stop)
+        os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOWAIT)
+        child.ask("go on")
+        child.send(signal.SIGCONT)
+        child.wait_for_line("epochs 16")
+    done = child.finish()
+    assert done.code == 0, done
+    found = list(read_spans(Reading(tmp_path)))
+    assert sum(span.name == "train.step" for span in found) == 5 * 16
+    assert validate(found) == []
+
+
+def test_what_replaces_the_process_inherits_nothing_of_ours(tmp_path: Path) -> None:
+    show = "import os, signal as s; print(s.getsignal(15), s.pthread_sigmask(0, []), len(os.listdir('/proc/self/fd')))"
+    script = f"""
+epoch()
+os.execv(sys.executable, [sys.executable, "-c", {show!r}])
+"""
+    assert hostile(tmp_path, script).stdout == hostile(tmp_path, script, OTEL_DL_ENABLED="false").stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "identity", "said"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, (0, 2), "RANK has the value 'abc'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, (0, 2), "RANK has the value '-1'"),
+        ({"RANK": str(10**30), "WORLD_SIZE": "2"}, (0, 2), f"RANK has the value '{10**30}'"),
+        ({"RANK": "1", "WORLD_SIZE": "0"}, (1, 1), "WORLD_SIZE has the value '0'"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, (5, 2), "rank 5 in a world of 2"),
+        ({"RANK": "", "WORLD_SIZE": ""}, (0, 1), ""),
+    ],
+)
+def test_a_rank_that_cannot_be_is_said_once_and_traced(
+    environ: dict[str, str], identity: tuple[int, int], said: str, tmp_path: Path
+) -> None:
+    done = hostile(tmp_path, "", **environ)
+    found = list(read_spans(Reading(tmp_path / "traces")))
+    steps = [span.attributes for span in found if span.name == "train.step"]
+    assert {(step["dl.rank"], step["dl.world_size"]) for step in steps} == {identity}
+    assert validate(found) == []
+    lines = [line for line in done.stderr.splitlines() if line.startswith("otel-dl: ")]
+    assert [said in line for line in lines] == [True] * bool(said)
+
+
+def test_names_and_numbers_of_the_users_that_no_span_can_have(tmp_path: Path) -> None:
+    done = hostile(
+        tmp_path,
+        """
+class Text(str):
+    pass
+
+values = [3, Text("text"), "\\udcff", None, torch.tensor(7), 10**30, 1.5]
+for (x, y), value in zip(DataLoader(dataset, batch_size=4), values):
+    with otel_dl.step(global_step=value), otel_dl.span(value):
+        model(x).sum().backward()
+        optimizer.step()
+""",
+        TORCHELASTIC_RUN_ID="label \udcff",
+    )
+    found = list(read_spans(Reading(tmp_path / "traces")))
+    steps = [span.attributes for span in found if span.name == "train.step"][16:]
+    assert [step.get("dl.global_step") for step in steps] == [3, None, None, None, 7, None, None]
+    named = [span.name for span in found if span.scope == "otel_dl.user"]
+    assert named == ["3", "text", "?", "None", "tensor(7)", str(10**30), "1.5"]
+    assert steps[0]["dl.run.id"].startswith("label ?-")
+    assert validate(found) == []
+    assert done.stderr.count("otel-dl: ") == 1
+    assert "global_step" in done.stderr
 
 
 def test_uninstrument_in_another_thread_leaves_no_closed_wakeup_descriptor(tmp_path: Path) -> None:

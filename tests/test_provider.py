@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from support.children import run
+
+from otel_dl.viewing.reading import Reading, read_spans
 
 W3C_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SAMPLED = {"TRACEPARENT": f"00-{W3C_TRACE}-00f067aa0ba902b7-01"}
@@ -338,6 +341,98 @@ class TestUserSpans:
 
     def test_those_of_a_step_that_is_dropped_go_with_it(self) -> None:
         assert self.observed("NeverHead") == f"{self.HELD} ['before', 'between'] {self.FULL}"
+
+    def test_the_end_waits_as_long_as_the_latest_run_says(self) -> None:
+        """The receiver takes the connection and never answers. A test that the child outlives fails."""
+        result = run(
+            """
+            import os, socket
+            silent = socket.create_server(("127.0.0.1", 0))
+            os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            from opentelemetry import trace
+            from otel_dl.export.provider import connect
+            from otel_dl.settings import Settings
+            connect(Settings.read(exit_delay=3600), lambda: None, set_up=True)
+            connect(Settings.read(exit_delay=0.5), lambda: None, set_up=True)
+            trace.get_tracer("user").start_span("mine").end()
+            """,
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
+            timeout=60,
+        )
+        assert result.code == 0, result
+        assert "1 spans did not reach" in result.stderr
+
+
+LIMITED = """
+import torch
+from opentelemetry import trace
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+exporter = InMemorySpanExporter()
+{before}
+import otel_dl
+otel_dl.instrument()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in torch.utils.data.DataLoader(torch.ones(3, 1)):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+otel_dl.uninstrument()
+{after}
+"""
+
+
+class TestLimits:
+    SHOW = """
+import json
+step = [span for span in exporter.get_finished_spans() if span.name == "train.step"][-1]
+print(json.dumps([dict(step.attributes), step.dropped_attributes, len(step.links), step.dropped_links]))
+"""
+
+    @staticmethod
+    def provider(limits: str) -> str:
+        return f"""
+provider = TracerProvider(span_limits=SpanLimits({limits}))
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+"""
+
+    def step(self, limits: str) -> tuple[dict[str, object], int, int, int]:
+        result = run(LIMITED.format(before=self.provider(limits), after=self.SHOW))
+        assert result.code == 0, result
+        return tuple(json.loads(result.stdout))
+
+    def test_a_providers_limits_hold_for_our_spans_and_what_they_cost_is_counted(self) -> None:
+        whole, *none_dropped = self.step("")
+        assert none_dropped == [0, 2, 0]
+        attributes, *dropped = self.step("max_span_attributes=4, max_span_attribute_length=3, max_links=1")
+        assert dropped == [len(whole) - 4, 1, 1]
+        assert attributes == dict(list(whole.items())[-4:]), "as in the SDK the oldest go"
+        cut = self.step("max_attribute_length=3")[0]
+        assert (cut["dl.trace.kind"], len(cut["dl.run.id"])) == ("ste", 3)
+
+    def test_the_standard_variables_limit_them_where_otel_dl_set_up_the_sdk(self, tmp_path: Path) -> None:
+        result = run(
+            LIMITED.format(before="", after=""),
+            {
+                "OTEL_TRACES_EXPORTER": "otel_dl_file",
+                "OTEL_DL_DIR": str(tmp_path),
+                "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT": "3",
+            },
+        )
+        assert result.code == 0, result
+        steps = [span for span in read_spans(Reading(tmp_path)) if span.name == "train.step"]
+        assert [span.attributes["dl.trace.kind"] for span in steps] == ["ste"] * 3
+
+
+@pytest.mark.parametrize("before", [TestLimits.provider(""), STRANGE_PROVIDER], ids=["theirs", "private"])
+def test_a_sink_that_no_span_of_the_users_needs_ends_with_its_run(before: str) -> None:
+    show = "import threading; print([t.name for t in threading.enumerate() if 'otel-dl' in t.name])"
+    result = run(LIMITED.format(before=before, after=show), {"OTEL_TRACES_EXPORTER": "console"})
+    assert result.code == 0, result
+    assert result.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_environment_of_a_test_is_free_of_settings() -> None:

@@ -6,6 +6,7 @@ import enum
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from otel_dl.recording.failure import Failure
 from otel_dl.recording.keep import AdaptiveHead
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
@@ -50,7 +52,7 @@ def span(number: int = 7, flags: int = 1, **attributes: Any) -> ReadableSpan:
     )
 
 
-def fetch(index: int, round: int = 0, read: bool = True, dropped: int = 0, error: str = "") -> bytes:
+def fetch(index: int, round: int = 0, read: bool = True, dropped: int = 0, error: Failure | None = None) -> bytes:
     return wire.encode_fetch(0, 4711, round, index, 100, 200, dropped, read, error)
 
 
@@ -93,11 +95,11 @@ def test_a_fetch_is_taken_once_with_the_spans_made_in_it(relay: Relay) -> None:
     writer.write(wire.RESOURCE, wire.encode_resource(0, RESOURCE))
     writer.write(wire.SPAN, wire.encode_span((2, 5), 0, span()))
     writer.write(wire.SPAN, wire.encode_span(None, 0, span(8)))
-    writer.write(wire.FETCH, fetch(5, 2, True, 1, "KeyError"))
+    writer.write(wire.FETCH, fetch(5, 2, True, 1, Failure("KeyError", "é")))
     taken = relay.take(("nonce", 2, 5))  # reads what has arrived by itself
     assert taken is not None
     assert (taken.worker, taken.pid, taken.start, taken.end, taken.error, taken.dropped) == (
-        0, 4711, 100, 200, "KeyError", 1,
+        0, 4711, 100, 200, Failure("KeyError", "é"), 1,
     )  # fmt: skip
     assert [s.context.span_id for s in taken.spans] == [7]
     assert [s.context.span_id for s in relay.outside()] == [8]
@@ -140,20 +142,18 @@ def test_fetches_that_find_no_room_at_all_are_bounded_and_counted(relay: Relay) 
 
 def test_a_parent_that_is_gone_is_no_error_to_the_worker(relay: Relay) -> None:
     writer = opened(relay)
-    for descriptor in relay._pipes:
-        os.close(descriptor)
-    relay._pipes = {}
+    relay.only()
     assert not writer.write(wire.FETCH, fetch(0))
     writer.flush()
 
 
 def test_a_run_that_is_over_breaks_no_pipe_of_a_worker_that_still_runs(relay: Relay) -> None:
     writer = opened(relay)
-    (read_end,) = relay._pipes
+    (read_end,) = [pipe.descriptor for pipe in relay._pipes]
     relay.close()
     assert writer.write(wire.FETCH, fetch(0))
     assert read_end in relays._left_open
-    os.close(writer._descriptor)
+    writer._descriptor.close()
     while read_end in relays._left_open:
         relays._close_ended()  # reads what is left, then finds the end
 
@@ -196,7 +196,7 @@ def test_spans_of_a_fetch_that_its_worker_did_not_finish_are_not_lost(relay: Rel
     writer.write(wire.SPAN, wire.encode_span((0, 0), 0, span(1)))
     writer.write(wire.SPAN, wire.encode_span((0, 1), 0, span(2)))
     writer.write(wire.FETCH, fetch(1, read=False))
-    os.close(writer._descriptor)
+    writer._descriptor.close()
     relay.drain()
     assert sorted(s.context.span_id for s in relay.outside()) == [1, 2]
     assert not relay._pipes
@@ -211,12 +211,49 @@ def test_what_is_no_message_is_counted_and_what_follows_is_read(relay: Relay) ->
     assert relay.dropped == {"messages not understood": 1}
 
 
+def file_in_the_place_of(number: int, path: Path) -> None:
+    """As where a script closes what it does not know, and opens a file of its own next."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.dup2(file, number)
+    os.close(file)
+    os.write(number, b"the user's")
+    os.lseek(number, 0, os.SEEK_SET)
+
+
+def test_a_file_of_the_users_under_the_number_of_a_workers_end_is_not_written_to(relay: Relay, tmp_path: Path) -> None:
+    writer = opened(relay)
+    number = writer._descriptor.number
+    file_in_the_place_of(number, tmp_path / "file")
+    assert not writer.write(wire.FETCH, fetch(0))
+    writer.flush()
+    assert (tmp_path / "file").read_bytes() == b"the user's"
+    os.close(number)  # EBADF, had it been closed by us
+
+
+@pytest.mark.parametrize("end", ["drain", "close", "only", "over"])
+def test_a_file_of_the_users_under_the_number_of_our_end_is_neither_read_nor_closed(
+    relay: Relay, end: str, tmp_path: Path
+) -> None:
+    writer = opened(relay)
+    if end == "over":  # the run, before the worker
+        relay.close()
+        number = relays._left_open[-1].number
+    else:
+        (number,) = [pipe.descriptor.number for pipe in relay._pipes]
+    file_in_the_place_of(number, tmp_path / "file")
+    relays._close_ended() if end == "over" else getattr(relay, end)()
+    assert os.read(number, 100) == b"the user's"
+    os.close(number)
+    assert relay.dropped == ({"pipes of workers, closed by others": 1} if end == "drain" else {})
+    writer._descriptor.close()
+
+
 def test_no_descriptor_is_left(relay: Relay) -> None:
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     writers = [opened(relay) for _ in range(5)]
     for writer in writers:
-        os.close(writer._descriptor)
+        writer._descriptor.close()
     relay.drain()
     assert set(os.listdir("/proc/self/fd")) == before
     relay.open("another", 3)

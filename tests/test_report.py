@@ -392,6 +392,17 @@ class TestCommand:
         assert done.returncode == 1
         assert f"otel-dl report {tmp_path / 'monday'}" in done.stderr
 
+    def test_says_that_full_files_were_removed(self, tmp_path: Path) -> None:
+        rotating, whole = FileSpanExporter(tmp_path, max_bytes=65_536, max_files=1), FileSpanExporter(tmp_path)
+        for number in range(4):
+            run = Run()
+            run.step(number, 10)
+            whole.export(run.spans)
+            run.span("x" * 40_000, 1, 1)
+            rotating.export(run.spans)
+        done = report(tmp_path)
+        assert "Removed        2 full files, the oldest, to make room: OTEL_DL_FILE_MAX_FILES" in done.stdout
+
     def test_foreign_file_only(self, tmp_path: Path) -> None:
         (tmp_path / "log.jsonl").write_text("hello\n")
         done = report(tmp_path)

@@ -101,8 +101,8 @@ def otlp_sink(receiver: Receiver, protocol: str, monkeypatch: pytest.MonkeyPatch
 
     for name, value in receiver.environment(protocol).items():
         monkeypatch.setenv(name, value)
-    ((name, factory),) = exporters().items()
-    return ExporterSink(factory, 16_384, name, delay=0.01)
+    (named,) = exporters(Settings.read())
+    return ExporterSink(named.make, 16_384, named.name, delay=0.01)
 
 
 def warnings(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
@@ -386,6 +386,16 @@ class TestProviderSink:
         sink.offer(spans(2_000))
         assert sink.flush(soon())
         assert len(exporter.taken) == len(seen) == 2_000
+
+    def test_a_forked_child_begins_with_a_pace_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("otel_dl.export.provider_sink._queue_of", lambda processor: (None, None))
+        provider = provider_with(BatchSpanProcessor(Remembering()))
+        sink = ProviderSink(provider, 10_000)
+        assert sink._room() > 0
+        assert sink._room() == 0, "until the queue that can't be read has surely drained"
+        sink.after_fork()
+        assert sink._room() > 0
+        provider.shutdown()
 
     def test_a_provider_that_exports_nowhere_holds_nothing(self) -> None:
         sink = ProviderSink(provider_with(), 10_000)

@@ -67,7 +67,7 @@ def test_at_every_moment_it_says_what_the_script_does(
 
             def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
                 loss = F.cross_entropy(model(x), y)
-                outer = ("optimizer.step", "backward") if in_closure else ("backward",)
+                outer = ("optimizer.step", "backward") if in_closure else ("backward",)  # noqa: B023
                 loss.register_hook(lambda gradient: look(*outer))
                 loss.backward()
                 return loss

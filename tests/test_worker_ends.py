@@ -114,7 +114,8 @@ def wrong_about(outcome: Outcome) -> list[str]:
     for text in [words, *failed] if in_step else [words]:
         if f"worker {guilty['worker']} (pid {guilty['pid']})" not in text or WORDS[way] not in text:
             wrong.append(f"the words are {text!r}")
-        if guilty["sample"] is not None and not holds(text.rpartition("samples ")[2], guilty["sample"]):
+        samples = text.partition("samples ")[2].partition(";")[0]
+        if guilty["sample"] is not None and not holds(samples, guilty["sample"]):
             wrong.append(f"the guilty sample is not in {text!r}")
     if guilty["sample"] is not None and way != "exception" and not holds(said["dl.sample.indices"], guilty["sample"]):
         wrong.append(f"the samples in hand are {said['dl.sample.indices']}")

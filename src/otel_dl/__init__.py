@@ -9,6 +9,7 @@ need no change at all. Importing this package imports neither torch nor the Open
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from otel_dl.version import __version__
@@ -31,17 +32,9 @@ def instrument(**settings: Any) -> None:
     or after torch is imported and loaders, models and optimizers exist; a second call changes nothing. Never raises
     over a wrong setting. The run lasts until `uninstrument()` or the end of the process.
     """
-    from otel_dl.log import logger
+    from otel_dl.autoload import switch_on
 
-    try:
-        from otel_dl.instrumentor import TorchInstrumentor
-
-        instrumentor = TorchInstrumentor()
-        if not instrumentor.is_instrumented_by_opentelemetry:
-            instrumentor.instrument(set_up_sdk="now", **settings)
-    except Exception:
-        # OpenTelemetry itself refuses some values of OTEL_* when it is imported.
-        logger.warning("otel-dl: tracing could not be switched on; training goes on without.", exc_info=True)
+    switch_on(set_up_sdk="now", **settings)
 
 
 def uninstrument() -> None:
@@ -102,6 +95,22 @@ def _fault(error: BaseException) -> None:
     current.faults.fault(error)
 
 
+def _whole(number: object) -> int | None:
+    """Also of a numpy integer or a tensor; None, said once, for what is no whole number of 64 bits."""
+    if number is None or (type(number) is int and -(2**63) <= number < 2**63):
+        return number
+    from otel_dl.settings import say_once
+
+    try:
+        value = operator.index(number)  # pyright: ignore[reportArgumentType]
+        if -(2**63) <= value < 2**63:
+            return value
+    except TypeError:
+        pass
+    say_once("otel-dl: otel_dl.step() was given a global_step that is no whole number of 64 bits; it is left out.")
+    return None
+
+
 class step:
     """Bounds a step by hand, for loops whose shape says too little: `with otel_dl.step(global_step=n): …`.
 
@@ -109,7 +118,7 @@ class step:
     """
 
     def __init__(self, global_step: int | None = None) -> None:
-        self._global_step = global_step
+        self._global_step = _whole(global_step)
         self._step: Step | None = None
 
     def __enter__(self) -> None:
@@ -140,7 +149,7 @@ class span:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name = str(name)
         self._began: tuple[int, int] | None = None
 
     def __enter__(self) -> None:

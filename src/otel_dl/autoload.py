@@ -1,9 +1,11 @@
-"""What a bootstrap (`otel-dl run`) calls in every Python process it reaches; light until torch is imported."""
+"""Switching on: what `otel_dl.instrument()`, a rank's start and a bootstrap (`otel-dl run`) have in common, and what
+the bootstrap calls in every Python process it reaches. Light until torch is imported."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from otel_dl.log import logger
 
@@ -29,12 +31,17 @@ def activate() -> None:
 
 
 def _torch_imported(torch: object) -> None:
+    switch_on(set_up_sdk="late")
+
+
+def switch_on(**keywords: Any) -> None:
+    """Instruments this process, unless it is; raises nothing. For `keywords` see `TorchInstrumentor`."""
     try:
         from otel_dl.instrumentor import TorchInstrumentor
 
         instrumentor = TorchInstrumentor()
         if not instrumentor.is_instrumented_by_opentelemetry:
-            instrumentor.instrument(set_up_sdk="late")
+            instrumentor.instrument(**keywords)
     except Exception:
-        # It would leave the user's `import torch`.
-        logger.warning("otel-dl: this process is not traced.", exc_info=True)
+        # OpenTelemetry itself refuses some values of OTEL_* when it is imported.
+        logger.warning("otel-dl: tracing could not be switched on; training goes on without.", exc_info=True)

@@ -21,13 +21,14 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing import util as multiprocessing_util
+from time import monotonic, sleep
 from typing import Final
 from weakref import WeakSet
 
 from otel_dl import threads
+from otel_dl.descriptors import Descriptor
 from otel_dl.log import logger
 from otel_dl.settings import Settings
 
@@ -68,7 +69,7 @@ class Ending:
         self._installed = False
         self._previous: object = None
         """What SIGTERM did before our handler; None where ours was not set."""
-        self._pipe: tuple[int, int] | None = None
+        self._pipe: tuple[Descriptor, Descriptor] | None = None
         self._wakeup = False
         """Whether the wakeup descriptor is ours."""
         self._watcher: threading.Thread | None = None
@@ -170,12 +171,12 @@ class Ending:
             # The kernel spares the first process of a container: without us nothing would happen either.
             return
         self._pipe = reading, writing = _high(os.pipe())
-        os.set_blocking(writing, False)
+        os.set_blocking(writing.number, False)
         try:
             if action == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._handler)
                 self._previous = action
-            taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            taken = signal.set_wakeup_fd(writing.number, warn_on_full_buffer=False)
         except ValueError:
             _close(self._pipe)
             self._pipe = None
@@ -195,22 +196,43 @@ class Ending:
             if self._previous is not None and signal.getsignal(signal.SIGTERM) is self._handler:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._wakeup:
-                current = signal.set_wakeup_fd(-1)
-                if current != self._pipe[1]:
-                    signal.set_wakeup_fd(current)
+                self._give_up_wakeup()
         except ValueError:
             # Not in the main thread. Our handler stays and is the default action from now on.
             logger.debug("otel-dl: uninstalled outside the main thread; SIGTERM's handler stays, and does as before.")
             return False
         return True
 
-    def _watch(self, reading: int) -> None:
+    def _give_up_wakeup(self) -> None:
+        """In the main thread: puts back that there is no wakeup descriptor, unless somebody has set one since."""
+        number = self._pipe[1].number if self._pipe is not None else -1
+        current = signal.set_wakeup_fd(-1)
+        if current not in (number, -1):
+            signal.set_wakeup_fd(current)
+
+    def _closed_by_others(self) -> None:
+        """The pipe was: its number may soon be a file of somebody's, and Python is to write no signals into that."""
+        if self._wakeup:
+            self._wakeup = False
+
+            def give_up(_: object) -> int:
+                self._give_up_wakeup()
+                return 0
+
+            # `signal.set_wakeup_fd` works in the main thread only.
+            self._pending_call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(give_up)
+            ctypes.pythonapi.Py_AddPendingCall(self._pending_call, None)
+
+    def _watch(self, reading: Descriptor) -> None:
         while True:
             try:
-                heard = os.read(reading, 512)
+                heard = os.read(reading.number, 512) if reading.ours else b""
             except OSError:
+                heard = b""
+            if not heard:
+                self._closed_by_others()
                 return
-            if not heard or _QUIT in heard:
+            if _QUIT in heard:
                 return
             if _DEFAULT_ACTION in heard:
                 self._die()
@@ -241,29 +263,31 @@ class Ending:
         default action, which cannot be called: that one decides the end, and our thread has flushed."""
         if signal.getsignal(signal.SIGTERM) is not self._handler:
             return
-        pipe = self._pipe
-        if pipe is not None and self._watcher is not None:
+        pipe, watcher = self._pipe, self._watcher
+        if pipe is not None and watcher is not None:
+            if not (pipe[1].ours and watcher.is_alive()):
+                self._die()  # as the thread would have done
             self._dying = True
             _write(pipe[1], _DEFAULT_ACTION)
             self._wait_for_death()
         _default_sigterm()
 
     def _wait_for_death(self) -> None:
-        end = time.monotonic() + self._settings.term_delay + 2 * _MARGIN
-        while time.monotonic() < end:
-            time.sleep(_MARGIN)
+        end = monotonic() + self._settings.term_delay + 2 * _MARGIN
+        while monotonic() < end:
+            sleep(_MARGIN)
 
 
-def _high(pipe: tuple[int, int]) -> tuple[int, int]:
+def _high(pipe: tuple[int, int]) -> tuple[Descriptor, Descriptor]:
     """The same pipe under numbers that a script does not come by: one that closes what it does not know and opens files
     of its own would else find signal numbers in them."""
     try:
         high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _HIGH) for end in pipe)
     except OSError:  # the process may have few descriptors
-        return pipe
+        return Descriptor(pipe[0]), Descriptor(pipe[1])
     for end in pipe:
         os.close(end)
-    return high[0], high[1]
+    return Descriptor(high[0]), Descriptor(high[1])
 
 
 _HIGH = 500
@@ -299,19 +323,17 @@ def _stay_interrupted() -> None:
         exec("raise KeyboardInterrupt")
 
 
-def _write(descriptor: int, byte: int) -> None:
+def _write(descriptor: Descriptor, byte: int) -> None:
     try:
-        os.write(descriptor, bytes((byte,)))
+        if descriptor.ours:
+            os.write(descriptor.number, bytes((byte,)))
     except OSError:
-        logger.debug("otel-dl: the pipe to the watching thread is full or closed")
+        logger.debug("otel-dl: the pipe to the watching thread is full")
 
 
-def _close(pipe: tuple[int, int]) -> None:
+def _close(pipe: tuple[Descriptor, Descriptor]) -> None:
     for descriptor in pipe:
-        try:
-            os.close(descriptor)
-        except OSError:
-            logger.debug("otel-dl: a descriptor of ours was closed by others")
+        descriptor.close()
 
 
 # A child that is forked inherits handler and wakeup descriptor: until it has its own action back, a SIGTERM meant for

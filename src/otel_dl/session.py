@@ -7,7 +7,7 @@ connected and no thread exists: helper processes that merely import torch stay a
 from __future__ import annotations
 
 import os
-import time
+from time import monotonic
 from typing import Any, Literal
 
 import wrapt
@@ -23,12 +23,12 @@ from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
 from otel_dl.recording.builder import Builder
+from otel_dl.recording.failure import Failure
 from otel_dl.recording.keep import AdaptiveHead
-from otel_dl.recording.lane import error_name
 from otel_dl.recording.run import Run
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.recording.status import Status
-from otel_dl.settings import Settings
+from otel_dl.settings import Settings, warn_of_unknown
 from otel_dl.version import __version__
 from otel_dl.workers import ring
 from otel_dl.workers.relay import Relay
@@ -51,6 +51,7 @@ def begin(*, set_up_sdk: SetUp, **keywords: Any) -> None:
     settings = Settings.read(**keywords)
     if not settings.enabled or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return
+    warn_of_unknown(os.environ)
     try:
         _current = Session(settings, keywords, set_up_sdk)
         _current.install()
@@ -161,7 +162,7 @@ class Session:
         self._show(self.folder.open(self.run.identity))
         connection.sink.open()
         if self._builder is None:
-            builder = Builder(self.run, connection.sink, self.relay, connection.resource)
+            builder = Builder(self.run, connection.sink, self.relay, connection.resource, connection.limits)
             builder.start(self._startup)
             self._builder = builder
         if self.run.identity.rank == 0:
@@ -178,17 +179,17 @@ class Session:
 
     def _startup(self, spans: SpanBuilder) -> list[Any]:
         ended = self._error if self.run.first_step_end is None else None
-        return spans.startup(startup.process_start_ns(), startup.parts(), error_name(ended) if ended else None)
+        return spans.startup(startup.process_start_ns(), startup.parts(), Failure.of(ended) if ended else None)
 
     def flush(self, timeout: float) -> bool:
         """Exports what is kept so far within `timeout` seconds; whether everything left."""
-        deadline = time.monotonic() + timeout
+        deadline = monotonic() + timeout
         built = self._builder is None or self._builder.drain(deadline)
         return (self._connection is None or self._connection.sink.flush(deadline)) and built
 
     def _end(self, delay: float, error: BaseException | None) -> None:
         """The process ends: what is kept leaves within `delay` seconds."""
-        deadline = time.monotonic() + delay
+        deadline = monotonic() + delay
         self._finish(deadline, error)
         if self._connection is not None:
             self._connection.sink.close(deadline)
@@ -217,7 +218,7 @@ class Session:
         startup.import_torch.uninstall()
 
     def uninstall(self) -> None:
-        deadline = time.monotonic() + self.settings.exit_delay
+        deadline = monotonic() + self.settings.exit_delay
         for patches in reversed(self._patches):
             patches.restore()
         startup.import_torch.uninstall()
@@ -227,8 +228,9 @@ class Session:
         self.folder.close(unmap=True)
         self.relay.close()
         self._ending.uninstall()
-        if self._connection is not None:
-            self._connection.sink.flush(deadline)
+        connection = self._connection
+        if connection is not None:
+            (connection.sink.flush if connection.outlives else connection.sink.close)(deadline)
 
     def after_fork(self) -> None:
         """In a forked child: a run of its own, none of the parent's threads, records, spans, pipes or signals."""

@@ -7,16 +7,26 @@ variable before the default. A wrong value never stops training: it is named, an
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from multiprocessing import parent_process
 from typing import Any, NamedTuple
 
 from otel_dl.log import logger
 
-_said: set[tuple[str, object]] = set()
-"""Wrong values that were named: once a process, and not again in those that it starts."""
+_PREFIX = "OTEL_DL_"
+
+_said: set[tuple[object, ...]] = set()
+
+
+def say_once(*warning: object) -> None:
+    """Once a process, and not again in those that it starts."""
+    if warning not in _said and parent_process() is None:
+        _said.add(warning)
+        logger.warning(*warning)
 
 
 class _Kind(NamedTuple):
@@ -55,8 +65,15 @@ def _integer(low: int, high: int) -> _Kind:
     return _Kind(f"a whole number from {low} to {high}", parse)
 
 
+def _url(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#]\S*", text):
+        raise ValueError(text)
+    return text
+
+
 BOOLEAN = _Kind("true or false", _boolean)
 TEXT = _Kind("text", str)
+URL = _Kind("an address like http://localhost:16686", _url)
 
 
 def _setting(default: Any, variable: str, kind: _Kind, doc: str) -> Any:
@@ -71,7 +88,7 @@ class Settings:
     directory: str = _setting(
         "otel-dl-traces", "OTEL_DL_DIR", TEXT, "folder of status pages, and of the files that `otel_dl_file` writes"
     )
-    jaeger_url: str = _setting("", "OTEL_DL_JAEGER_URL", TEXT, "makes trace ids in messages and summaries links")
+    jaeger_url: str = _setting("", "OTEL_DL_JAEGER_URL", URL, "makes trace ids in messages and summaries links")
     exit_delay: float = _setting(
         5.0, "OTEL_DL_EXIT_DELAY", _number(0, 3600), "seconds that the end of the process waits for the export at most"
     )
@@ -122,10 +139,7 @@ class Settings:
                     values[field.name] = kind.parse(str(raw))
                     break
                 except (ValueError, OverflowError):
-                    if (source, raw) in _said or parent_process() is not None:
-                        continue
-                    _said.add((source, raw))
-                    logger.warning(
+                    say_once(
                         "otel-dl: %s has the value %r; allowed: %s. The default %r is used.",
                         source,
                         raw,
@@ -135,6 +149,15 @@ class Settings:
         for unknown in keywords.keys() - {field.name for field in dataclasses.fields(cls)}:
             logger.warning("otel-dl: instrument() has no setting %r; it is ignored.", unknown)
         return cls(**values)
+
+
+def warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """Names variables that look like settings and are none: most likely misspelt."""
+    known = [row.variable for row in described()]
+    for name in sorted(environ.keys() - set(known)):
+        if name.startswith(_PREFIX):
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            say_once("otel-dl: there is no setting %s; it is ignored. The nearest is %s.", name, nearest)
 
 
 class Described(NamedTuple):

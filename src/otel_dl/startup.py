@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from time import CLOCK_BOOTTIME, clock_gettime_ns, time_ns
 from types import ModuleType
 
 from otel_dl.semconv import SpanName
 
-_loaded_ns = time.time_ns()
+_loaded_ns = time_ns()
 
 zero_code = False
 """Whether this module was loaded at the interpreter's start, so that `_loaded_ns` is its end."""
@@ -27,8 +27,8 @@ def process_start_ns() -> int:
     try:
         with open("/proc/self/stat", "rb") as stat:
             ticks = int(stat.read().rpartition(b")")[2].split()[19])
-        age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
-        return time.time_ns() - age_ns
+        age_ns = clock_gettime_ns(CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
+        return time_ns() - age_ns
     except (OSError, ValueError, IndexError, AttributeError):
         return _loaded_ns
 
@@ -58,7 +58,7 @@ class ImportClock:
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == self._name and self._began is None:
-            self._began = time.time_ns()
+            self._began = time_ns()
         return None
 
     def uninstall(self) -> None:
@@ -66,7 +66,7 @@ class ImportClock:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             if self._began is not None and self._name in sys.modules:
-                self.times = (self._began, time.time_ns())
+                self.times = (self._began, time_ns())
 
 
 import_torch = ImportClock("torch")

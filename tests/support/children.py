@@ -42,7 +42,11 @@ class Child:
     """A running script, started by `command` (Python's own, or one like `opentelemetry-instrument python -c`)."""
 
     def __init__(
-        self, script: str, env: Mapping[str, str] | None = None, command: tuple[str, ...] = (sys.executable,)
+        self,
+        script: str,
+        env: Mapping[str, str] | None = None,
+        command: tuple[str, ...] = (sys.executable,),
+        stdin: bool = False,
     ) -> None:
         self._began = time.monotonic()
         self._signalled: float | None = None
@@ -50,6 +54,7 @@ class Child:
         self.process = subprocess.Popen(
             [*command, "-c", textwrap.dedent(script)],
             env=environment(env or {}),
+            stdin=subprocess.PIPE if stdin else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,6 +68,12 @@ class Child:
             if line.startswith(start):
                 return line.rstrip()
         raise AssertionError(f"the script ended without a line {start!r}\n{self.finish()}")
+
+    def ask(self, line: str) -> None:
+        """Writes a line to its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
 
     def send(self, number: int) -> None:
         self._signalled = time.monotonic()

@@ -15,14 +15,23 @@ from otel_dl.cli.progress import Progress
 from otel_dl.forensics.folder import temporary
 from otel_dl.forensics.reader import read_all
 from otel_dl.forensics.report import lines
-from otel_dl.settings import Settings
+from otel_dl.settings import URL, Settings
 from otel_dl.viewing.reading import Reading, read_spans
 from otel_dl.viewing.summary import summarize
 from otel_dl.viewing.text import render_reading, render_summary
 
+
+def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else URL.parse(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r}; allowed: {URL.allowed}.") from None
+
+
 _jaeger_option = click.option(
     "--jaeger",
     metavar="URL",
+    callback=_address,
     help="Address of a Jaeger; trace ids become links to it.  [default: OTEL_DL_JAEGER_URL]",
 )
 
@@ -80,9 +89,13 @@ def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, ar
         shown = progress is not False and sys.stderr.isatty()
         ended = job.run(arguments, job.environment_for_files(directory), line.draw if shown else None)
     if ended.started:
+        again = f"otel-dl report {shlex.quote(str(directory))}"
         _say("")
-        if _summarize(directory, earlier, jaeger, err=True):
-            _say(f"Again          otel-dl report {shlex.quote(str(directory))}")
+        try:
+            if _summarize(directory, earlier, jaeger, err=True):
+                _say(f"Again          {again}")
+        except job.Interrupted:
+            _say(f"otel-dl: the summary was interrupted. To have it: {again}")
     elif not earlier:
         with contextlib.suppress(OSError):
             directory.rmdir()
@@ -131,7 +144,7 @@ def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, 
     """Prints summary and reading; False when not one span was read."""
     reading = Reading(directory)
     try:
-        summary = summarize(read_spans(reading, without=earlier))
+        summary = summarize(job.until_interrupted(read_spans(reading, without=earlier)))
     except OSError as error:
         _say(f"otel-dl: {directory} cannot be read: {error.strerror}. Name a folder that `otel-dl run` wrote.")
         return False

@@ -1,8 +1,8 @@
 """`FileSpanExporter`: traces as files that a person can read, without a collector.
 
-Each export batch becomes one line, an `ExportTraceServiceRequest` in OTLP's JSON encoding: what the OpenTelemetry
-Collector's file exporter writes and Jaeger's upload takes. A process has a file of its own, so nobody waits for anybody
-and a killed process spoils no other's file.
+Each export batch becomes one line (a very large one several), an `ExportTraceServiceRequest` in OTLP's JSON encoding:
+what the OpenTelemetry Collector's file exporter writes and Jaeger's upload takes. A process has a file of its own, so
+nobody waits for anybody and a killed process spoils no other's file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from otel_dl.descriptors import Descriptor
 from otel_dl.export.otlp_json import encode
 from otel_dl.log import logger
 from otel_dl.settings import Settings
@@ -49,7 +50,8 @@ class FileSpanExporter(SpanExporter):
     The file is made at the first export, so a process that exports nothing leaves none; a forked child gets its own.
     A line is handed to the kernel whole before `export` returns: it survives the process, whatever ends it. When the
     next line would carry the file beyond `max_bytes`, a new one is begun (`….2.jsonl`, `….3.jsonl`, …); of the full
-    ones the newest `max_files` stay.
+    ones the newest `max_files` stay. A batch that is larger than a file may be becomes several lines; only a single
+    span may be larger.
 
     Nothing is raised when the folder cannot be written to or the disk is full: `export` returns FAILURE, a warning is
     logged once a cause, no torn line stays in the file, and the next export tries again.
@@ -86,7 +88,7 @@ class FileSpanExporter(SpanExporter):
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._descriptor: int | None = None
+        self._descriptor: Descriptor | None = None
         self._path = self.directory
         self._size = 0
         self._spans = 0
@@ -95,16 +97,14 @@ class FileSpanExporter(SpanExporter):
         self._name = (
             f"spans-{re.sub(r'[^A-Za-z0-9_.-]', '_', socket.gethostname())}-{os.getpid()}-{os.urandom(4).hex()}"
         )
-        self._identity = (0, 0)
-        """Device and inode of the file written to."""
         self._opened = 0
         self._reported: set[int | None] = set()
         self._closed = False
 
     def _after_fork(self) -> None:
         """The parent's file stays the parent's: the child closes its copy of the descriptor and begins anew."""
-        if self._descriptor is not None and self._still_ours(self._descriptor):
-            os.close(self._descriptor)
+        if self._descriptor is not None:
+            self._descriptor.close()
         closed = self._closed
         self._reset()
         self._closed = closed
@@ -116,20 +116,30 @@ class FileSpanExporter(SpanExporter):
         return None if self._descriptor is None else self._path
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Writes `spans` as one line; FAILURE means that nothing of them is in the file."""
+        """Writes `spans`, as one line where that fits into a file; FAILURE means that nothing of them is in any."""
         if not spans:
             return SpanExportResult.SUCCESS
-        line = encode(spans) + b"\n"
+        lines = self._lines(spans)
         with self._lock:
             if self._closed:
                 return SpanExportResult.FAILURE
             try:
-                self._write(line)
+                if len(lines) == 1:
+                    self._write(*lines[0])
+                else:
+                    self._write_all(lines)
             except OSError as error:
                 self._report(error)
                 return SpanExportResult.FAILURE
-            self._spans += len(spans)
         return SpanExportResult.SUCCESS
+
+    def _lines(self, spans: Sequence[ReadableSpan]) -> list[tuple[bytes, int]]:
+        """Lines that a file has room for, a span being larger by itself excepted; and how many spans each holds."""
+        line = encode(spans) + b"\n"
+        if len(line) <= self._max_bytes or len(spans) == 1:
+            return [(line, len(spans))]
+        half = len(spans) // 2
+        return [*self._lines(spans[:half]), *self._lines(spans[half:])]
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """True: what was exported is with the kernel already."""
@@ -141,11 +151,27 @@ class FileSpanExporter(SpanExporter):
             self._closed = True
             self._close()
 
-    def _write(self, line: bytes) -> None:
+    def _write_all(self, lines: list[tuple[bytes, int]]) -> None:
+        """All of them or none: they have files of their own, which go again where one cannot be written."""
+        if self._descriptor is not None:
+            self._rotate()
+        before = self._opened
+        try:
+            for line, spans in lines:
+                self._write(line, spans)
+        except OSError:
+            self._close()
+            begun = [self._path_of(number) for number in range(before + 1, self._opened + 1)]
+            self._full = deque(full for full in self._full if full.path not in begun)
+            for path in begun:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _write(self, line: bytes, spans: int) -> None:
         descriptor = self._descriptor
-        if descriptor is not None and not self._still_ours(descriptor):
+        if descriptor is not None and not descriptor.ours:
             self._descriptor = descriptor = None
-        elif descriptor is not None and os.fstat(descriptor).st_nlink == 0:
+        elif descriptor is not None and os.fstat(descriptor.number).st_nlink == 0:
             self._close()  # somebody removed the file: what is written to it would be lost
             descriptor = None
         if descriptor is not None and self._size + len(line) > self._max_bytes:
@@ -154,42 +180,36 @@ class FileSpanExporter(SpanExporter):
         if descriptor is None:
             descriptor = self._open()
         try:
-            written = os.write(descriptor, line)
+            written = os.write(descriptor.number, line)
             while written < len(line):  # the disk is nearly full: the next write says so, or the rest finds room
-                written += os.write(descriptor, line[written:])
+                written += os.write(descriptor.number, line[written:])
         except OSError:
             self._cut_back(descriptor)
             raise
         self._size += len(line)
+        self._spans += spans
 
-    def _open(self) -> int:
+    def _path_of(self, number: int) -> Path:
+        return self.directory / (f"{self._name}.jsonl" if number == 1 else f"{self._name}.{number}.jsonl")
+
+    def _open(self) -> Descriptor:
         self.directory.mkdir(parents=True, exist_ok=True)
         number = self._opened + 1
-        path = self.directory / (f"{self._name}.jsonl" if number == 1 else f"{self._name}.{number}.jsonl")
+        path = self._path_of(number)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o600)
+        self._descriptor = Descriptor(os.open(path, flags, 0o600))
         self._opened, self._path, self._size, self._spans = number, path, 0, 0
-        status = os.fstat(self._descriptor)
-        self._identity = status.st_dev, status.st_ino
         return self._descriptor
-
-    def _still_ours(self, descriptor: int) -> bool:
-        """False where a script closed what it did not know, and perhaps has a file of its own under the number now."""
-        try:
-            status = os.fstat(descriptor)
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == self._identity
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None and self._still_ours(descriptor):
-            os.close(descriptor)
+        if descriptor is not None:
+            descriptor.close()
 
-    def _cut_back(self, descriptor: int) -> None:
+    def _cut_back(self, descriptor: Descriptor) -> None:
         """Takes a torn line away again; where that fails the file is left, so that the tear is its last line."""
         try:
-            os.ftruncate(descriptor, self._size)
+            os.ftruncate(descriptor.number, self._size)
         except OSError:
             self._close()
 

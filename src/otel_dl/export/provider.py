@@ -23,7 +23,7 @@ from opentelemetry.sdk.environment_variables import (
     OTEL_TRACES_SAMPLER,
 )
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
@@ -51,13 +51,15 @@ if TYPE_CHECKING:
 EXPORTERS: Final = "opentelemetry_traces_exporter"
 ID_GENERATORS: Final = "opentelemetry_id_generator"
 _OTLP_BY_PROTOCOL: Final = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+_OTLP_ENDPOINTS: Final = {"otlp_proto_grpc": "http://localhost:4317", "otlp_proto_http": "http://localhost:4318"}
 
 
 class Connection(NamedTuple):
     """What `instrument()` found: `sink` takes finished spans, `head` decides, `resource` is the base of ours.
 
     `where` says to a person where spans go. `foreign`: the user's own spans go to a provider that is not ours.
-    `remote`: the sender of TRACEPARENT.
+    `remote`: the sender of TRACEPARENT. `limits`: the provider's, which hold for our spans as well. `outlives`: the
+    sink takes the user's own spans when the run is over.
     """
 
     sink: Sink
@@ -66,6 +68,17 @@ class Connection(NamedTuple):
     where: str
     foreign: bool = False
     remote: SpanContext | None = None
+    limits: SpanLimits | None = None
+    outlives: bool = False
+
+
+class _Exporter(NamedTuple):
+    """An exporter that OTEL_TRACES_EXPORTER names, with what makes it; nothing is imported before."""
+
+    name: str
+    where: str
+    """Where it sends to, for a person."""
+    make: Callable[[], SpanExporter]
 
 
 class _Ours(NamedTuple):
@@ -103,21 +116,25 @@ def connect(settings: Settings, current_run: CurrentRun, *, set_up: bool) -> Con
         if set_up:
             return _own(_set_up(settings), settings, remote)
         head = _head(sampling.from_environment(), remote)
-        return Connection(_exporting(settings), head, Resource.create(), _named(settings), False, remote)
+        sink, where = _exporting(settings)
+        return Connection(sink, head, Resource.create(), where, remote=remote, limits=_limits(None))
     return _foreign(provider, settings, remote)
 
 
 def _own(ours: _Ours, settings: Settings, remote: SpanContext | None) -> Connection:
     former = ours.processor.sink
-    sink = ours.processor.sink = _exporting(settings)
+    sink, where = _exporting(settings)
+    ours.processor.sink = sink
     ours.processor.held = settings.held_spans
+    ours.processor.exit_delay = settings.exit_delay
     if not isinstance(former, NoSink):
         # An earlier run's, which was flushed when that run ended.
         deadline = monotonic() + settings.exit_delay
         threads.start("otel-dl-shutdown", former.close, deadline)
     configured = _chosen(ours.provider.sampler)
     head = _head(None if sampling.is_default(configured) and not _sampler_set() else configured, remote)
-    return Connection(sink, head, ours.provider.resource, _named(settings), False, remote)
+    provider = ours.provider
+    return Connection(sink, head, provider.resource, where, remote=remote, limits=_limits(provider), outlives=True)
 
 
 def _foreign(provider: Any, settings: Settings, remote: SpanContext | None) -> Connection:
@@ -128,7 +145,8 @@ def _foreign(provider: Any, settings: Settings, remote: SpanContext | None) -> C
     resource = resource if isinstance(resource, Resource) else Resource.create()
     if callable(getattr(getattr(provider, "_active_span_processor", None), "on_end", None)):
         where = f"the exporter of the {type(provider).__qualname__} that was set up"
-        return Connection(ProviderSink(provider, settings.queue_spans), head, resource, where, True, remote)
+        sink = ProviderSink(provider, settings.queue_spans)
+        return Connection(sink, head, resource, where, foreign=True, remote=remote, limits=_limits(provider))
     logger.warning(
         "otel-dl: the TracerProvider that was set up (%s) is not the OpenTelemetry SDK's, or one of a version that"
         " otel-dl does not know: traces of training are exported beside it, by what %s names.",
@@ -137,7 +155,14 @@ def _foreign(provider: Any, settings: Settings, remote: SpanContext | None) -> C
     )
     if not chosen:
         head = _head(sampling.from_environment(), remote)
-    return Connection(_exporting(settings), head, resource, _named(settings), True, remote)
+    sink, where = _exporting(settings)
+    return Connection(sink, head, resource, where, foreign=True, remote=remote, limits=_limits(None))
+
+
+def _limits(provider: Any) -> SpanLimits:
+    """The limits of `provider`, or those that the OTEL_* variables set."""
+    limits = getattr(provider, "_span_limits", None)
+    return limits if isinstance(limits, SpanLimits) else SpanLimits()
 
 
 def _head(sampler: Sampler | None, remote: SpanContext | None) -> Head:
@@ -179,7 +204,7 @@ def _set_up(settings: Settings) -> _Ours:
     provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
     # A run that ends with the process has closed it by then; the user's spans may outlive the run.
-    atexit.register(lambda: processor.sink.close(monotonic() + settings.exit_delay))
+    atexit.register(lambda: processor.sink.close(monotonic() + processor.exit_delay))
     os.register_at_fork(after_in_child=processor.after_fork)
     _ours = _Ours(provider, processor)
     return _ours
@@ -216,42 +241,31 @@ def remote_parent() -> SpanContext | None:
 # What OTEL_TRACES_EXPORTER names.
 
 
-def _exporting(settings: Settings) -> Sink:
+def _exporting(settings: Settings) -> tuple[Sink, str]:
+    """The sink in front of what OTEL_TRACES_EXPORTER names, and where that sends to."""
     batch = _positive(OTEL_BSP_MAX_EXPORT_BATCH_SIZE, BATCH)
     delay = _positive(OTEL_BSP_SCHEDULE_DELAY, round(DELAY * 1000)) / 1000
-    factories = exporters()
-    if FILES in factories:
-        # Its settings may be keywords of `instrument()`, which the entry point knows nothing of.
-        factories[FILES] = lambda: FileSpanExporter(
-            settings.directory, max_bytes=settings.file_max_bytes, max_files=settings.file_max_files
-        )
-    sinks = [
-        ExporterSink(factory, settings.queue_spans, name, batch=batch, delay=delay)
-        for name, factory in factories.items()
-    ]
+    chosen = exporters(settings)
+    sinks = [ExporterSink(each.make, settings.queue_spans, each.name, batch=batch, delay=delay) for each in chosen]
     if not sinks:
-        return NoSink()
+        return NoSink(), NOWHERE
     # The gRPC exporter imports it, and it makes a Resource in a thread pool (1.45): that fails once the interpreter has
     # begun to end, which is where a short script's first export may be. 8 ms; the first export imports grpc itself.
     with contextlib.suppress(ImportError):
         importlib.import_module("opentelemetry.sdk._logs")
-    return sinks[0] if len(sinks) == 1 else Sinks(sinks)
+    return sinks[0] if len(sinks) == 1 else Sinks(sinks), ", ".join(each.where for each in chosen)
 
 
-def exporters(warn: bool = True) -> dict[str, Callable[[], SpanExporter]]:
-    """What OTEL_TRACES_EXPORTER names (`otlp` where it is not set), each with what makes it; nothing is imported."""
+def exporters(settings: Settings) -> list[_Exporter]:
+    """What OTEL_TRACES_EXPORTER names, `otlp` where it is not set."""
     value = os.environ.get(OTEL_TRACES_EXPORTER, "").strip() or "otlp"
-    chosen: dict[str, Callable[[], SpanExporter]] = {}
-    for name in filter(None, (part.strip() for part in value.split(","))):
-        if name.lower() == "none":
-            continue
-        known = _otlp(warn) if name == "otlp" else name
-        if known is None:
+    chosen: list[_Exporter] = []
+    for name in dict.fromkeys(part.strip() for part in value.split(",")):
+        known = _otlp() if name == "otlp" else name
+        if not known or known.lower() == "none":
             continue
         found = component(EXPORTERS, known)
-        if found is not None:
-            chosen[name] = lambda found=found: found.load()()
-        elif warn:
+        if found is None:
             logger.warning(
                 "otel-dl: %s has the value %r, and no exporter %r is installed; allowed: none, %s. Nothing is exported"
                 " by it, training goes on.",
@@ -260,40 +274,42 @@ def exporters(warn: bool = True) -> dict[str, Callable[[], SpanExporter]]:
                 known,
                 ", ".join(names(EXPORTERS)),
             )
+        elif known == FILES:
+            chosen.append(_Exporter(name, settings.directory, lambda: _files(settings)))
+        else:
+            chosen.append(_Exporter(name, _endpoint(known), lambda found=found: found.load()()))
     return chosen
 
 
-def _named(settings: Settings) -> str:
-    """Where what OTEL_TRACES_EXPORTER names sends to."""
-    places: list[str] = []
-    for name in exporters(warn=False):
-        if name == FILES:
-            places.append(settings.directory)
-        elif name.startswith("otlp"):
-            http = name == "otlp_proto_http" or (name == "otlp" and _otlp(warn=False) == "otlp_proto_http")
-            default = "http://localhost:4318" if http else "http://localhost:4317"
-            variables = (OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_ENDPOINT)
-            places.append(next((os.environ[each] for each in variables if os.environ.get(each)), default))
-        else:
-            places.append(name)
-    return ", ".join(places) or NOWHERE
+def _files(settings: Settings) -> SpanExporter:
+    # Its settings may be keywords of `instrument()`, which the entry point knows nothing of.
+    return FileSpanExporter(settings.directory, max_bytes=settings.file_max_bytes, max_files=settings.file_max_files)
 
 
-def _otlp(warn: bool = True) -> str | None:
+def _otlp() -> str | None:
+    """The exporter that `otlp` stands for; None where a variable asks for one that there is not."""
     for variable in (OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, OTEL_EXPORTER_OTLP_PROTOCOL):
         value = os.environ.get(variable, "").strip()
         if value in _OTLP_BY_PROTOCOL:
             return _OTLP_BY_PROTOCOL[value]
-        if value and warn:
+        if value:
             logger.warning(
                 "otel-dl: %s has the value %r; allowed: %s. Nothing is exported over OTLP, training goes on.",
                 variable,
                 value,
                 ", ".join(_OTLP_BY_PROTOCOL),
             )
-        if value:
             return None
     return _OTLP_BY_PROTOCOL["grpc"]
+
+
+def _endpoint(exporter: str) -> str:
+    """Where an OTLP exporter sends to; the name of any other."""
+    default = _OTLP_ENDPOINTS.get(exporter)
+    if default is None:
+        return exporter
+    variables = (OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, OTEL_EXPORTER_OTLP_ENDPOINT)
+    return next((os.environ[each] for each in variables if os.environ.get(each)), default)
 
 
 def _positive(variable: str, default: int) -> int:

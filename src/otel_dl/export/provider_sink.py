@@ -29,9 +29,6 @@ class ProviderSink(QueueSink):
 
     def __init__(self, provider: Any, capacity: int) -> None:
         self._provider = provider
-        self._resume_at = 0.0
-        self._held_up_since: float | None = None
-        self._patience = 0.0
         super().__init__(capacity, BATCH, delay=0.05)
 
     def _open(self) -> None:
@@ -118,6 +115,9 @@ class ProviderSink(QueueSink):
 
     def _begin(self) -> None:
         super()._begin()
+        self._resume_at = 0.0
+        self._held_up_since: float | None = None
+        self._patience = 0.0
         self._warned = False
         keep_random_apart()
 

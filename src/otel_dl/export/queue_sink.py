@@ -207,8 +207,8 @@ class QueueSink(ABC):
         lost = self._drop_all("exit")
         if lost:
             logger.warning(
-                "otel-dl: %d spans did not reach %s before the end of the process and are lost. OTEL_DL_EXIT_DELAY is"
-                " the time in seconds that the end waits for them.",
+                "otel-dl: %d spans did not reach %s in time and are lost. OTEL_DL_EXIT_DELAY is the time in seconds"
+                " that the end of the process, or of the run, waits for them.",
                 lost,
                 self._target(),
             )

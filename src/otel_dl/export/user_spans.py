@@ -67,14 +67,14 @@ class UserSpanSampler(Sampler):
 class UserSpanProcessor(SpanProcessor):
     """Takes the user's finished spans to their step while it is undecided, and to the sink otherwise.
 
-    `held` spans of one step at most; more are counted in `run.dropped`. `sink` may be exchanged.
+    `held` spans of one step at most; more are counted in `run.dropped`. A later run exchanges all but `current_run`.
     """
 
     def __init__(self, sink: Sink, current_run: CurrentRun, held: int, exit_delay: float) -> None:
         self.sink = sink
         self.held = held
         self._current_run = current_run
-        self._exit_delay = exit_delay
+        self.exit_delay = exit_delay
         self._open: WeakSet[SdkSpan] = WeakSet()
         self._parents: frozenset[int] = frozenset()
         """Ids of the spans that were open in the parent process when this one was forked off."""
@@ -110,4 +110,4 @@ class UserSpanProcessor(SpanProcessor):
         self.force_flush()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self.sink.flush(monotonic() + min(timeout_millis / 1000, self._exit_delay))
+        return self.sink.flush(monotonic() + min(timeout_millis / 1000, self.exit_delay))

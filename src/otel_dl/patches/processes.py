@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from otel_dl.log import logger
+from otel_dl.autoload import switch_on
 
 if TYPE_CHECKING:
     from otel_dl.patches._patching import Patches
@@ -52,14 +52,7 @@ class FreshRank:
         self._keywords = keywords
 
     def __call__(self, *args: Any) -> None:
-        try:
-            from otel_dl.instrumentor import TorchInstrumentor
-
-            instrumentor = TorchInstrumentor()
-            if not instrumentor.is_instrumented_by_opentelemetry:
-                instrumentor.instrument(**self._keywords)
-        except Exception:
-            logger.warning("otel-dl: a rank could not be instrumented; it runs without.", exc_info=True)
+        switch_on(**self._keywords)
         importlib.import_module(_MODULE)._wrap(*args)
 
 

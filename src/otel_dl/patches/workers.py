@@ -21,7 +21,7 @@ from otel_dl.forensics import ends, reader
 from otel_dl.forensics.ends import How
 from otel_dl.forensics.processes import status_of_exiting
 from otel_dl.log import logger
-from otel_dl.recording.lane import error_name
+from otel_dl.recording.failure import Failure, qualified
 from otel_dl.recording.records import Batch, WorkerLife, WorkersStarted, clock
 from otel_dl.workers.loop import start_method
 
@@ -229,10 +229,10 @@ class Watch:
         if fetch is None or fetch.error is None or number is None:
             return []
         life: Life = lives[number]
-        life.raised, life.raised_for = error_name(error), batch
+        life.raised, life.raised_for = qualified(type(error)), batch
         life.step = self._step()
         where = f"batch {place}{ends.said(fetch.samples)}"
-        return [f"{ends.named(number, life.pid)} raised {fetch.error} in dataloader.fetch of {where}"]
+        return [f"{ends.named(number, life.pid)} raised {fetch.error.type} in dataloader.fetch of {where}"]
 
     def _died(self, lives: Sequence[Life]) -> list[str]:
         words: list[str] = []
@@ -296,7 +296,7 @@ class Watch:
                 exit_code=end.exit_code,
                 samples=ends.in_hand(page) if died and page is not None and page.fetching else "",
                 words=ends.words(life.number, life.pid, end, page) if died else "",
-                error=end.error_type,
+                error=Failure(end.error_type, "") if end.error_type else None,
                 step=life.step if died else None,
                 fetches=done.fetches if done is not None else None,
                 busy=done.busy if done is not None else 0,

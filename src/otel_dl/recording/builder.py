@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from otel_dl import threads
@@ -21,7 +21,7 @@ from otel_dl.semconv import KeepReason
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
     from otel_dl.recording.records import Fetch
     from otel_dl.recording.run import Run
@@ -57,11 +57,13 @@ class Batches(Protocol):
 class Builder:
     """Owns closed steps. `start` once the run has begun; `drain` from any thread, with a deadline."""
 
-    def __init__(self, run: Run, sink: Spans, batches: Batches, resource: Resource) -> None:
+    def __init__(
+        self, run: Run, sink: Spans, batches: Batches, resource: Resource, limits: SpanLimits | None = None
+    ) -> None:
         self._run = run
         self._sink = sink
         self._batches = batches
-        self._spans = SpanBuilder(run, resource, batches.take, os.getpid(), batches.ready)
+        self._spans = SpanBuilder(run, resource, batches.take, os.getpid(), batches.ready, limits)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._urgent = False
@@ -81,12 +83,12 @@ class Builder:
             self._wake.clear()
             worked = True
             while worked and not self._stopped:
-                began = time.perf_counter()
+                began = perf_counter()
                 with self._lock:
                     worked = self._turn(began + TURN_S)
                 if worked and not self._urgent:
                     full = len(self._run.closed) / WAITING_STEPS
-                    self._wake.wait((time.perf_counter() - began) * REST * min(1.0, 2.0 - 2.0 * full))
+                    self._wake.wait((perf_counter() - began) * REST * min(1.0, 2.0 - 2.0 * full))
 
     def _turn(self, until: float) -> bool:
         """Builds what is there, for a stretch of time; whether there was more."""
@@ -98,7 +100,7 @@ class Builder:
             closed, decided = self._run.closed, self._run.number
             while closed:
                 self._build_next()
-                if time.perf_counter() > until:
+                if perf_counter() > until:
                     return bool(closed)
             self._leftovers(decided)
         except Exception as error:
@@ -163,10 +165,10 @@ class Builder:
             self._sink.offer(outside)
 
     def drain(self, deadline: float, final: bool = False) -> bool:
-        """Builds everything that is closed now, until `deadline` (time.monotonic); whether it got through."""
+        """Builds everything that is closed now, until `deadline` (monotonic); whether it got through."""
         self._urgent = True
         self._wake.set()
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
             self._urgent = False
             return False
         try:
@@ -177,7 +179,7 @@ class Builder:
                 self._begin_run()
             closed, decided = self._run.closed, self._run.number
             while closed:
-                if time.monotonic() > deadline:
+                if monotonic() > deadline:
                     return False
                 self._build_next()
             self._leftovers(decided + 2 if final else decided)

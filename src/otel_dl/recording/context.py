@@ -25,7 +25,7 @@ SUPPRESSED: Final = _SUPPRESS_INSTRUMENTATION_KEY
 """Set in the context under `suppress_instrumentation()`, and in the threads of the SDK that export."""
 
 
-# The variable itself where the default runtime context holds one (opentelemetry/context/contextvars_context.py, 1.30 to
+# The variable itself where the default runtime context holds one (opentelemetry/context/contextvars_context.py, 1.40 to
 # 1.45): a step asks for the context a dozen times, and each layer of functions above it costs a quarter microsecond.
 variable: ContextVar[Context] | None = getattr(_RUNTIME_CONTEXT, "_current_context", None)
 if not isinstance(variable, ContextVar):

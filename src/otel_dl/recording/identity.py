@@ -10,15 +10,32 @@ from typing import Any, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 
+from otel_dl.settings import say_once
+
 _LABELS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 
-def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+_LONGEST_LABEL = 128
+_LARGEST = 2**31 - 1
+
+
+def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int, least: int = 0) -> int:
     for name in names:
-        try:
-            return int(environ[name])
-        except (KeyError, ValueError):
+        text = environ.get(name)
+        if not text:
             continue
+        try:
+            value = int(text)
+            if not least <= value <= _LARGEST:
+                raise ValueError(text)
+            return value
+        except ValueError:
+            say_once(
+                "otel-dl: %s has the value %r; allowed: a whole number from %d. In traces it counts as not set.",
+                name,
+                text,
+                least,
+            )
     return default
 
 
@@ -39,14 +56,23 @@ class Identity(NamedTuple):
         """
         environ = os.environ if environ is None else environ
         label = next((environ[name] for name in _LABELS if environ.get(name, "none") not in ("none", "")), "")
+        label = label.encode("utf-8", "replace").decode()[:_LONGEST_LABEL]
         nonce = os.urandom(16).hex()
-        return cls(
+        identity = cls(
             run=f"{label}-{nonce}" if label else nonce,
             attempt=_integer(environ, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"), 0),
             rank=_integer(environ, ("RANK", "SLURM_PROCID"), 0),
             local_rank=_integer(environ, ("LOCAL_RANK", "SLURM_LOCALID"), 0),
-            world_size=_integer(environ, ("WORLD_SIZE", "SLURM_NTASKS"), 1),
+            world_size=_integer(environ, ("WORLD_SIZE", "SLURM_NTASKS"), 1, least=1),
         )
+        if identity.rank >= identity.world_size > 1:
+            say_once(
+                "otel-dl: by its environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS) this process has"
+                " rank %d in a world of %d, which cannot be. Traces say both as they are.",
+                identity.rank,
+                identity.world_size,
+            )
+        return identity
 
     def by_now(self) -> Identity:
         """The same run, with the rank that is known now: a script may set its variables, or the process group, itself.

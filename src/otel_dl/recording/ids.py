@@ -11,6 +11,8 @@ from hashlib import blake2b
 
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 
+from otel_dl.semconv import TraceKind
+
 _from_bytes = int.from_bytes
 
 
@@ -24,6 +26,16 @@ def span_id(*parts: str | int) -> int:
     """The 64-bit id derived from `parts`: the first 8 bytes of their 16-byte digest; never zero."""
     digest = blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()
     return _from_bytes(digest[:8], "big") or 1
+
+
+def batch_trace_id(nonce: str, round: int, place: int) -> int:
+    """The trace of a batch that a worker reads: of the iterator with this nonce, in this epoch of it, at this place."""
+    return trace_id(nonce, TraceKind.BATCH, round, place)
+
+
+def batch_ids(nonce: str, round: int, place: int) -> tuple[int, int]:
+    """(trace id, span id) of its `dataloader.fetch`."""
+    return batch_trace_id(nonce, round, place), span_id(nonce, TraceKind.BATCH, round, place, "fetch")
 
 
 class SecretsIdGenerator(IdGenerator):

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from otel_dl.recording import ids
 from otel_dl.recording.records import Step
-from otel_dl.semconv import KeepReason, SpanName, TraceKind
+from otel_dl.semconv import KeepReason, SpanName
 
 CREDIT: Final = 1_000
 """The first steps of a run, all of which are kept where no sampler is set."""
@@ -70,7 +70,7 @@ def batch_sampled(head: Head, nonce: str, round: int, index: int) -> bool:
     """
     if head.adaptive:
         return (round == 0 and index < CREDIT) or ((index + round) * _GOLDEN >> 16) % EVERY == 0
-    return head.other(ids.trace_id(nonce, TraceKind.BATCH, round, index), SpanName.FETCH)
+    return head.other(ids.batch_trace_id(nonce, round, index), SpanName.FETCH)
 
 
 class NeverHead:

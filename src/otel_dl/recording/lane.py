@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
+from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
 from otel_dl.recording.records import Evaluation, Kind, Step, clock
 
@@ -40,12 +41,6 @@ _TOGETHER: Final = 16
 """Loaders that are read side by side for one step, at most."""
 
 _NO_OPTIMIZERS: Final[frozenset[int]] = frozenset()
-
-
-def error_name(error: BaseException) -> str:
-    """The exception's qualified name, as `error.type` wants it."""
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_failure(error: BaseException) -> bool:
@@ -152,12 +147,12 @@ class Lane(LaneState):
         """It ends by an exception, which marks the step where it leaves the outermost phase."""
         end = clock()
         self._over(kind, end)
-        name = error_name(error) if is_failure(error) else None
+        failure = Failure.of(error) if is_failure(error) else None
         step = self.step
-        if name is not None and not self.kinds and step is not None and step.error is None:
-            step.error = name
+        if failure is not None and not self.kinds and step is not None and step.error is None:
+            step.error = failure
             step.plain = False
-        self._add((kind, start, end, name, batch))
+        self._add((kind, start, end, failure, batch))
 
     def _add(self, record: tuple[Any, ...]) -> None:
         step = self.step
@@ -492,7 +487,7 @@ class Lane(LaneState):
         if step is not None and self.bounds:
             self._settle_segment(step)
             if error is not None and step.error is None and is_failure(error):
-                step.error = error_name(error)
+                step.error = Failure.of(error)
             self._drop_beginning(step)
             trained = step.done or step.segment > 0
             if step.explicit or (trained and not self._explicit):
@@ -545,7 +540,7 @@ class Lane(LaneState):
         if self.step is not step:
             return
         if error is not None and step.error is None and is_failure(error):
-            step.error = error_name(error)
+            step.error = Failure.of(error)
         self._close_step(step, clock())
 
     def begin_span(self) -> tuple[int, int] | None:
@@ -557,6 +552,6 @@ class Lane(LaneState):
     def end_span(self, name: str, number: int, start: int, error: BaseException | None) -> None:
         """It ends. One that saw its step end belongs to none, and is counted."""
         if self.step is not None and self.step.number == number:
-            self._add((name, start, clock(), error_name(error) if error is not None else None, None))
+            self._add((name, start, clock(), Failure.of(error) if error is not None else None, None))
         else:
             self.run.dropped["spans over several steps"] += 1

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
 
+    from otel_dl.recording.failure import Failure
     from otel_dl.recording.run import StepSpan
 
 clock: Final = time.perf_counter_ns
@@ -83,14 +84,14 @@ class Record(NamedTuple):
     """One event. On the hot path a plain tuple with these fields in this order (a NamedTuple costs 100 ns more).
 
     `kind` is a `Kind`, or the name of a span that the user asked for. `start` and `end` are readings of `clock`: the
-    phases of a thread are nested, so which record is whose parent follows from them. `error` is the qualified name of
-    the exception that left it.
+    phases of a thread are nested, so which record is whose parent follows from them. `error` is the exception that
+    left it.
     """
 
     kind: int | str
     start: int
     end: int
-    error: str | None
+    error: Failure | None
     batch: Batch | None
 
 
@@ -104,8 +105,7 @@ class Fetch(NamedTuple):
     pid: int
     start: int
     end: int
-    error: str | None
-    sampled: bool
+    error: Failure | None
     spans: list[ReadableSpan]
     dropped: int
     samples: str = ""
@@ -127,7 +127,7 @@ class WorkerLife(NamedTuple):
     samples: str
     """Those in hand when it died, as ranges; empty where it had none, or they are not known."""
     words: str
-    error: str | None
+    error: Failure | None
     step: int | None
     """The step that it ended in, where its end is the step's business too."""
     fetches: int | None
@@ -157,7 +157,7 @@ class Step(StepState):
     end = 0
     ended = 0
     """When its epoch was over before an optimizer had stepped: only one that does so next belongs to it."""
-    error: str | None = None
+    error: Failure | None = None
     words = ""
     """What is known of the worker whose end made it fail."""
     optimizers: frozenset[int] = frozenset()
@@ -202,5 +202,5 @@ class Evaluation:
         self.ordinal = ordinal
         self.records: list[tuple[Any, ...]] = []
         self.dropped = 0
-        self.error: str | None = None
+        self.error: Failure | None = None
         self.reason = ""

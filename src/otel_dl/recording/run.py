@@ -200,6 +200,7 @@ class Run:
         if self.first_step_end is None:
             self.first_step_end = end
         self._leave(step)
+        step.context = None  # while it waits to be built, it holds what spans are built of and no more
         reason = self.keep.decide(step)
         span = step.span
         if span is not None and span.asked is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from time import time_ns
+from typing import TYPE_CHECKING, Any, Final
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
@@ -29,12 +31,21 @@ from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.version import __version__
 
 if TYPE_CHECKING:
+    from otel_dl.recording.failure import Failure
     from otel_dl.recording.run import Run
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 _SCOPE = InstrumentationScope(semconv.SCOPE, __version__, semconv.SCHEMA_URL)
 _USER_SCOPE = InstrumentationScope(semconv.USER_SCOPE, __version__)
+
+_bounded_list: Callable[[int | None, Sequence[Link]], Sequence[Link]] = BoundedList.from_seq  # pyright: ignore
+
+_MOST_LINKS: Final = 3
+"""Of one span: run, former kept step, a span of the user's."""
+
+_UNSET: Final = Status(StatusCode.UNSET)
+"""One for all: what waits for the exporter is work for the garbage collector."""
 
 Attributes = dict[str, Any]
 Take = Callable[[tuple[str, int, int]], "Fetch | None"]
@@ -48,7 +59,15 @@ def _context(trace_id: int, span_id: int) -> SpanContext:
 class SpanBuilder:
     """Builds spans for one run, in one process. Times of records are readings of `clock`; spans have epoch ns."""
 
-    def __init__(self, run: Run, resource: Resource, take: Take, pid: int, ready: Ready = lambda key, at: 0) -> None:
+    def __init__(
+        self,
+        run: Run,
+        resource: Resource,
+        take: Take,
+        pid: int,
+        ready: Ready = lambda key, at: 0,
+        limits: SpanLimits | None = None,
+    ) -> None:
         self._run = run
         self._base = resource
         self._resource = run.identity.resource(resource)
@@ -58,6 +77,7 @@ class SpanBuilder:
         self._pid = pid
         self.of_run_so_far = 0
         """Spans of the run's trace so far, below its first one."""
+        self._limits = limits if limits is not None and _are_narrow(limits) else None
         self._last: SpanContext | None = None
         """The former kept step."""
 
@@ -114,8 +134,7 @@ class SpanBuilder:
     def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
         """The trace of a batch that a worker read, linked to the `dataloader.next` that returned it, if it is known,
         with the user's own spans that were made meanwhile."""
-        parts = (fetch.nonce, TraceKind.BATCH, fetch.round, fetch.place)
-        context = _context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))
+        context = _context(*ids.batch_ids(fetch.nonce, fetch.round, fetch.place))
         attributes = self._first(TraceKind.BATCH, reason, fetch.dropped)
         if batch is not None:
             attributes |= _batch_attributes(batch)
@@ -130,11 +149,11 @@ class SpanBuilder:
         )  # fmt: skip
         return [span, *fetch.spans]
 
-    def startup(self, start: int, parts: dict[str, tuple[int, int]], error: str | None) -> list[ReadableSpan]:
+    def startup(self, start: int, parts: dict[str, tuple[int, int]], error: Failure | None) -> list[ReadableSpan]:
         """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
         run = self._run
         context = _context(*run.run_ids())
-        end = time.time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
+        end = time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
         attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
         spans = [self._epoch_span(SpanName.STARTUP, context, run.remote, start, end, attributes, error, ())]
         for name, times in parts.items():
@@ -203,10 +222,11 @@ class SpanBuilder:
             else:
                 around.append((record, context))
             attributes: Attributes = {}
-            links: list[Link] = []
+            links: Sequence[Link] = ()
             fetched: Fetch | None = None
             if type(record.kind) is str:
-                name, scope = record.kind, _USER_SCOPE
+                # An exporter would refuse the whole batch for a lone surrogate.
+                name, scope = record.kind.encode("utf-8", "replace").decode(), _USER_SCOPE
             else:
                 name, scope = NAMES[int(record.kind)], _SCOPE
                 attributes["is_warmup"] = warm
@@ -221,8 +241,7 @@ class SpanBuilder:
                         attributes["dl.queue.depth"] = depth
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
                         attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
-                        parts = (batch.nonce, TraceKind.BATCH, batch.round, batch.place)
-                        links.append(Link(_context(ids.trace_id(*parts), ids.span_id(*parts, "fetch"))))
+                        links = [Link(_context(*ids.batch_ids(batch.nonce, batch.round, batch.place)))]
             span = self._span(
                 name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope,
                 words=words if record.kind == Kind.NEXT else "",
@@ -271,7 +290,7 @@ class SpanBuilder:
 
     def _span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
-        attributes: Attributes, error: str | None, links: Sequence[Link],
+        attributes: Attributes, error: Failure | None, links: Sequence[Link],
         resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
         return self._epoch_span(
@@ -290,25 +309,48 @@ class SpanBuilder:
 
     def _epoch_span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
-        attributes: Attributes, error: str | None, links: Sequence[Link],
+        attributes: Attributes, error: Failure | None, links: Sequence[Link],
         resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
         if error is not None:
-            attributes["error.type"] = error
+            attributes["error.type"] = error.type
+        limits, bounded = self._limits, attributes
+        if limits is not None:
+            # As the SDK's own spans are bounded, and what is dropped counted.
+            bounded = BoundedAttributes(
+                limits.max_span_attributes, attributes, max_value_len=limits.max_span_attribute_length
+            )
+            links = _bounded_list(limits.max_links, links)
         return ReadableSpan(
             name,
             context,
             parent,
             resource or self._resource,
-            attributes,
+            bounded,
             (),
             links,
             SpanKind.INTERNAL,
-            status=Status(StatusCode.UNSET) if error is None else Status(StatusCode.ERROR, words or None),
+            status=_UNSET if error is None else Status(StatusCode.ERROR, _said(words, error)),
             start_time=start,
             end_time=end,
             instrumentation_scope=scope,
         )
+
+
+def _said(words: str, error: Failure) -> str | None:
+    """A failed span's description: what otel-dl knows, then the exception's message."""
+    return "; ".join(filter(None, (words, error.message))) or None
+
+
+def _are_narrow(limits: SpanLimits) -> bool:
+    """Whether a span of ours may exceed them; the default ones it never does."""
+    attributes: int | None = limits.max_span_attributes
+    links: int | None = limits.max_links
+    return (
+        limits.max_span_attribute_length is not None
+        or (attributes is not None and attributes < len(semconv.ATTRIBUTES))
+        or (links is not None and links < _MOST_LINKS)
+    )
 
 
 def _nested(records: list[Record]) -> list[Record]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from otel_dl.forensics.reader import SUFFIX
 
 _STATUS_ERROR = 2
+_NUMBERED = re.compile(r"(spans-.+-\d+-[0-9a-f]{8})(?:\.(\d+))?\.jsonl")
+"""The names that `otel_dl.export.file` gives: process, number."""
 
 
 class Span(NamedTuple):
@@ -60,6 +63,8 @@ class Reading:
     spans: int = 0
     passed_over: dict[str, PassedOver] = dataclasses.field(default_factory=dict[str, PassedOver])
     """By reason."""
+    removed: int = 0
+    """Full files of processes in this folder that their rotation has removed."""
 
     def pass_over(self, reason: str, where: str) -> None:
         entry = self.passed_over.setdefault(reason, PassedOver(0, where))
@@ -71,7 +76,9 @@ def read_spans(reading: Reading, without: Collection[str] = ()) -> Iterator[Span
 
     Raises OSError where the folder itself cannot be listed.
     """
-    for path in sorted(reading.directory.iterdir()):
+    paths = sorted(reading.directory.iterdir())
+    reading.removed = _removed(path.name for path in paths if path.name not in without)
+    for path in paths:
         if path.suffix == SUFFIX:
             continue  # a status page, of a process that runs or was killed: `otel-dl status` tells of those
         if path.name in without:
@@ -80,6 +87,17 @@ def read_spans(reading: Reading, without: Collection[str] = ()) -> Iterator[Span
             reading.pass_over("folder" if path.is_dir() else "foreign file", path.name)
         else:
             yield from _read_file(path, reading)
+
+
+def _removed(names: Iterable[str]) -> int:
+    """A process numbers its files from 1, and removes the oldest ones when there are too many."""
+    first: dict[str, int] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match:
+            number = int(match[2] or 1)
+            first[match[1]] = min(first.get(match[1], number), number)
+    return sum(first.values()) - len(first)
 
 
 def _read_file(path: Path, reading: Reading) -> Iterator[Span]:

@@ -111,6 +111,12 @@ def _reading_rows(reading: Reading) -> Iterator[tuple[str, str]]:
         f"{reading.spans:,} span{_plural(reading.spans)} in {reading.files} file{_plural(reading.files)}"
         f" of {reading.directory}",
     )
+    if reading.removed:
+        yield (
+            "Removed",
+            f"{reading.removed:,} full file{_plural(reading.removed)}, the oldest, to make room:"
+            " OTEL_DL_FILE_MAX_FILES and OTEL_DL_FILE_MAX_BYTES keep more",
+        )
     for reason, entry in reading.passed_over.items():
         yield "Passed over", f"{entry.count} × {reason} ({'first: ' if entry.count > 1 else ''}{entry.first})"
 

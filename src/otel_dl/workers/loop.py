@@ -18,10 +18,10 @@ from otel_dl.forensics.writer import StatusPage, all_ranges
 from otel_dl.log import logger
 from otel_dl.recording import context, ids, native
 from otel_dl.recording.context import DerivedSpan
+from otel_dl.recording.failure import Failure, qualified
 from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.native import WorkerState
 from otel_dl.recording.records import clock
-from otel_dl.semconv import TraceKind
 from otel_dl.workers import carrier as carriers
 from otel_dl.workers import ring, spans, wire
 from otel_dl.workers.carrier import Carrier
@@ -55,10 +55,8 @@ class BatchSpan(DerivedSpan):
     def ids(self) -> tuple[int, int]:
         worker = self._worker
         worker.asked = True
-        batch = worker.round, worker.index
-        self.sampled = worker.sampled(batch)
-        parts = (worker.carrier.nonce, TraceKind.BATCH, *batch)
-        return ids.trace_id(*parts), ids.span_id(*parts, "fetch")
+        self.sampled = worker.sampled((worker.round, worker.index))
+        return ids.batch_ids(worker.carrier.nonce, worker.round, worker.index)
 
 
 class Worker(WorkerState):
@@ -169,10 +167,10 @@ class Worker(WorkerState):
         self._leave()
         if self.stateful:
             data = data[0]
-        read, error, samples = True, "", ""
+        read, error, samples = True, None, ""
         kind = type(data).__name__
         if kind == "ExceptionWrapper":
-            error = _name(data.exc_type)
+            error = _failure(data)
         elif kind == "_IterableDatasetStopIteration":
             read = False
         duration = end - self.start
@@ -193,7 +191,7 @@ class Worker(WorkerState):
         try:
             # `sys.exit` says nothing beyond the exit status.
             if self.page is not None and not isinstance(error, SystemExit):
-                self.page.ended(_name(type(error)) if error is not None else "")
+                self.page.ended(qualified(type(error)) if error is not None else "")
             self.writer.flush()
         except Exception as fault:
             _fault(fault)
@@ -376,5 +374,10 @@ def _fault(error: Exception) -> None:
         )
 
 
-def _name(kind: type[BaseException]) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+def _failure(wrapper: Any) -> Failure:
+    """torch hands an exception over as its class and the text of its traceback, which ends in name and message
+    (torch/_utils.py `ExceptionWrapper`, 2.15)."""
+    kind: type[BaseException] = wrapper.exc_type
+    name = qualified(kind).removeprefix("__main__.")
+    _, said, message = f"\n{wrapper.exc_msg}".rpartition(f"\n{name}: ")
+    return Failure.told(kind, message.rstrip("\n") if said else "")

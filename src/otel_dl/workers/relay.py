@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry.sdk.resources import Resource
 
+from otel_dl.descriptors import Descriptor
 from otel_dl.forensics import layout
 from otel_dl.forensics.memory import Memory
 from otel_dl.log import logger
@@ -52,7 +53,7 @@ class _Pipe:
 
     __slots__ = ("buffer", "descriptor", "memory", "nonce", "resources", "ring", "spans", "worker")
 
-    def __init__(self, descriptor: int, nonce: str, worker: int, page: str) -> None:
+    def __init__(self, descriptor: Descriptor, nonce: str, worker: int, page: str) -> None:
         self.descriptor = descriptor
         self.nonce = nonce
         self.worker = worker
@@ -73,29 +74,28 @@ class _Pipe:
             self.memory.close()
 
 
-_left_open: list[int] = []
+_left_open: list[Descriptor] = []
 """Read ends of workers that outlived their run."""
 
 
 def _close_ended() -> None:
     for descriptor in list(_left_open):
         try:
-            ended = not os.read(descriptor, READ_BYTES)
+            ended = not descriptor.ours or not os.read(descriptor.number, READ_BYTES)
         except BlockingIOError:
             continue
         except OSError:
             ended = True
         if ended:
             _left_open.remove(descriptor)
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            descriptor.close()
 
 
 def _whole(key: Key, fetch: Fetch | _Plain) -> Fetch:
     if isinstance(fetch, Fetch):
         return fetch
     (worker, pid), start, end = fetch
-    return Fetch(*key, worker, pid, start, end, None, False, [], 0)
+    return Fetch(*key, worker, pid, start, end, None, [], 0)
 
 
 class Relay:
@@ -105,8 +105,8 @@ class Relay:
         _close_ended()
         self._run = run
         self._starting = threading.local()
-        self._writes: set[int] = set()
-        self._pipes: dict[int, _Pipe] = {}
+        self._writes: dict[int, Descriptor] = {}
+        self._pipes: list[_Pipe] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -139,8 +139,8 @@ class Relay:
             os.set_blocking(read, False)
             with contextlib.suppress(OSError, AttributeError):  # the user's share of pipe memory is used up
                 fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # pyright: ignore[reportAttributeAccessIssue]
-            self._pipes[read] = _Pipe(read, nonce, number, pages[number] if pages else "")
-            self._writes.add(write)
+            self._pipes.append(_Pipe(Descriptor(read), nonce, number, pages[number] if pages else ""))
+            self._writes[write] = Descriptor(write)
             writes.append(write)
         self._starting.ends = writes
         return writes
@@ -150,8 +150,7 @@ class Relay:
         self._starting.ends = []
         for write in writes:
             if write is not None and write in self._writes:
-                self._writes.discard(write)
-                os.close(write)
+                self._writes.pop(write).close()
 
     # Reading.
 
@@ -159,7 +158,7 @@ class Relay:
         """Reads what has arrived, and waits for nothing. After `final` everything sampled counts as expired."""
         with self._lock:
             self._final = self._final or final
-            for pipe in list(self._pipes.values()):
+            for pipe in list(self._pipes):
                 self._read(pipe)
                 self._read_ring(pipe)
 
@@ -213,8 +212,12 @@ class Relay:
 
     def _read(self, pipe: _Pipe) -> None:
         for _ in range(READS):
+            if not pipe.descriptor.ours:
+                self.dropped["pipes of workers, closed by others"] += 1
+                self._close(pipe)
+                return
             try:
-                data = os.read(pipe.descriptor, READ_BYTES)
+                data = os.read(pipe.descriptor.number, READ_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -281,8 +284,7 @@ class Relay:
             message.pid,
             message.start,
             message.end,
-            message.error or None,
-            False,
+            message.error,
             spans,
             message.dropped,
             message.samples,
@@ -307,17 +309,17 @@ class Relay:
             if not sampled and fetch.spans and full:
                 self.dropped["spans of workers"] += len(fetch.spans)
         if sampled:
-            fetch = _whole(key, fetch)._replace(sampled=True)
             if len(self._expired) < FETCHES:
-                self._expired.append(fetch)
+                self._expired.append(_whole(key, fetch))
             else:
                 self.dropped["fetches of workers"] += 1
 
     def _close(self, pipe: _Pipe) -> None:
         """The worker has ended: spans of a fetch that it did not finish belong to none."""
-        if self._pipes.pop(pipe.descriptor, None) is None:
+        if pipe not in self._pipes:
             return
-        os.close(pipe.descriptor)
+        self._pipes.remove(pipe)
+        pipe.descriptor.close()
         self._read_ring(pipe)
         pipe.close()
         for spans in pipe.spans.values():
@@ -333,21 +335,24 @@ class Relay:
 
     def only(self, *keep: int | None) -> None:
         """Closes every pipe, in a worker but for its own write end."""
-        pipes, self._pipes = self._pipes, {}
-        for pipe in pipes.values():
+        pipes, self._pipes = self._pipes, []
+        writes, self._writes = self._writes, {}
+        for pipe in pipes:
             pipe.close()
-        writes, self._writes = self._writes, set(self._writes & set(keep))
-        for descriptor in (*pipes, *(writes - self._writes)):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            pipe.descriptor.close()
+        for write, descriptor in writes.items():
+            if write in keep:
+                self._writes[write] = descriptor
+            else:
+                descriptor.close()
 
     def close(self) -> None:
         """The run is over. Read ends of workers that still run stay open, for a broken pipe may end a worker (SIGPIPE
         with its default action); a full one does not."""
         with self._lock:
-            _left_open.extend(self._pipes)
-            for pipe in self._pipes.values():
+            _left_open.extend(pipe.descriptor for pipe in self._pipes)
+            for pipe in self._pipes:
                 pipe.close()
-            self._pipes = {}
+            self._pipes = []
             self.only()
             _close_ended()

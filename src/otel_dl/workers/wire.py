@@ -1,7 +1,8 @@
 """The messages of a worker to its parent: frames in a pipe, of builtins only (both ends run the same Python).
 
 A frame is a header, `length of the body, kind, messages dropped since the last frame`, and the body. A fetch is a
-fixed struct; a span of the user's and a resource go through `marshal`, which runs nobody's code when it is read.
+fixed struct; its exception, a span of the user's and a resource go through `marshal`, which runs nobody's code when it
+is read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from otel_dl.recording.failure import Failure
 
 FETCH: Final = 1
 SPAN: Final = 2
@@ -38,7 +41,7 @@ class FetchMessage(NamedTuple):
     end: int
     dropped: int
     read: bool
-    error: str
+    error: Failure | None
     samples: str
     """Where it failed or took long, as ranges."""
 
@@ -78,17 +81,19 @@ def encode_fetch(
     end: int,
     dropped: int,
     read: bool,
-    error: str,
+    error: Failure | None,
     samples: str = "",
 ) -> bytes:
     """See `FetchMessage`."""
     packed = _FETCH.pack(worker, pid, round, batch, start, end, dropped, read)
-    return packed + f"{error}\n{samples}".encode("utf-8", "replace") if error or samples else packed
+    said = (tuple(error) if error is not None else None, samples)
+    return packed + marshal.dumps(said) if error is not None or samples else packed
 
 
 def decode_fetch(body: bytes) -> FetchMessage:
-    error, _, samples = body[_FETCH.size :].decode().partition("\n")
-    return FetchMessage._make((*_FETCH.unpack_from(body), error, samples))
+    known: tuple[Any, ...] = _FETCH.unpack_from(body)
+    error, samples = marshal.loads(body[_FETCH.size :]) if len(body) > _FETCH.size else (None, "")
+    return FetchMessage._make((*known, Failure._make(error) if error is not None else None, samples))
 
 
 def encode_resource(number: int, resource: Resource) -> bytes:

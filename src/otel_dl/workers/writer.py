@@ -7,6 +7,7 @@ import threading
 from os import getpid
 from typing import Final
 
+from otel_dl.descriptors import Descriptor
 from otel_dl.workers import wire
 
 LARGEST: Final = 65_536
@@ -19,7 +20,7 @@ class Writer:
     """Writes frames to `descriptor`; with None, and in processes forked by the worker, it only counts."""
 
     def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
+        self._descriptor = Descriptor(descriptor) if descriptor is not None else None
         self._pid = getpid()
         # A signal handler may end a span while this thread writes: it must neither wait nor tear the frame.
         self._lock = threading.RLock()
@@ -81,8 +82,10 @@ class Writer:
             del self._rest[: self._send(self._rest)]
 
     def _send(self, data: bytes | bytearray) -> int:
-        assert self._descriptor is not None
+        descriptor = self._descriptor
+        if descriptor is None or not descriptor.ours:
+            raise BrokenPipeError
         try:
-            return os.write(self._descriptor, data)
+            return os.write(descriptor.number, data)
         except BlockingIOError:
             return 0

@@ -1,0 +1,38 @@
+"""What is kept of an exception: text, and no reference to it, nor to its traceback with all that its frames hold."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from otel_dl.faults import from_signal_handler
+
+LONGEST: Final = 256
+"""Characters of a message at most."""
+
+
+class Failure(NamedTuple):
+    """The exception that left a phase: `type` for the attribute `error.type`, `message` for the span's status."""
+
+    type: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        try:
+            message = str(error)
+        except Exception as fault:
+            if from_signal_handler(fault):
+                raise
+            message = ""  # an exception's own __str__ may raise
+        return cls.told(type(error), message)
+
+    @classmethod
+    def told(cls, kind: type[BaseException], message: str) -> Failure:
+        """Of an exception that is only known by its class and its text."""
+        # An exporter would refuse the whole batch for a lone surrogate.
+        return cls(qualified(kind), message[:LONGEST].encode("utf-8", "replace").decode())
+
+
+def qualified(kind: type[BaseException]) -> str:
+    """The name of an exception's class, as `error.type` wants it."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
