@@ -17,7 +17,8 @@ from support.loader_jobs import run, spans
         ("fork", "fork", "[5]", 6),
         ("fork", "replace_stdout", "[5]", 6),
         ("fork", "lose_stdout", "[5]", 6),
-        ("fork", "close_descriptors", "RuntimeError DataLoader worker (pid(s) … ) exited unexpectedly", 0),
+        # How many workers had read something when the first one's death was seen is chance.
+        ("fork", "close_descriptors", "RuntimeError DataLoader worker (pid(s) … ) exited unexpectedly", None),
         # What was read and never arrives is reported: two batches of each worker.
         ("fork", "few_descriptors", "RuntimeError DataLoader timed out after 3 seconds", 4),
         # So many descriptors are left to the process: too few for torch, for us, enough.
@@ -26,7 +27,7 @@ from support.loader_jobs import run, spans
         ("fork", "100", "[5]", 6),
     ],
 )
-def test_it_ends_as_without_us(method: str, way: str, last: str, fetches: int, tmp_path: Path) -> None:
+def test_it_ends_as_without_us(method: str, way: str, last: str, fetches: int | None, tmp_path: Path) -> None:
     outputs = []
     for enabled in ("false", "true"):
         files = tmp_path / f"files_{enabled}"
@@ -38,7 +39,8 @@ def test_it_ends_as_without_us(method: str, way: str, last: str, fetches: int, t
     assert under == without
     assert under[-1].startswith(last)
     ours = [span for span in spans(folder) if span.name == "dataloader.fetch"] if folder.exists() else []
-    assert len({(span.trace_id, span.span_id) for span in ours}) == len(ours) == fetches
+    assert len({(span.trace_id, span.span_id) for span in ours}) == len(ours)
+    assert len(ours) == fetches or fetches is None
 
 
 def test_nothing_of_ours_lands_in_files_that_a_worker_opens_where_our_pipe_was(tmp_path: Path) -> None:
