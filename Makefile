@@ -1,6 +1,7 @@
 # make demo        the example under `otel-dl run`, with the summary of its traces
 # make test        the tests, without those that take long
 # make test-long   the others; gets a real collector and Jaeger first
+# make test-torch  PyTorch's own DataLoader tests with and without otel-dl; PYTORCH=checkout of the version installed
 # make lint types  ruff; pyright
 # make collector   a collector and a Jaeger on this machine, until Ctrl-C
 # make bench       what otel-dl costs
@@ -14,7 +15,7 @@ unexport OTEL_DL_TORCH_FROM # no setting of otel-dl's, which would say so
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
 
-.PHONY: demo test test-long lint types collector bench venv
+.PHONY: demo test test-long test-torch lint types collector bench venv
 
 demo: venv
 	$(VENV)/bin/otel-dl run -- $(IN_VENV) examples/digits.py
@@ -25,6 +26,10 @@ test: venv
 test-long: venv
 	collector-config/build.sh
 	$(IN_VENV) -m pytest -m long
+
+test-torch: venv
+	$(IN_VENV) -m pip install --quiet expecttest
+	$(IN_VENV) .ci/torchs_own_tests.py $(PYTORCH)
 
 lint: venv
 	$(IN_VENV) -m ruff check .

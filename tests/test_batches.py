@@ -175,7 +175,7 @@ def test_a_dataset_of_hugging_faces() -> None:
 
 def test_a_webdataset() -> None:
     webdataset = pytest.importorskip("webdataset")
-    source = webdataset.DataPipeline([0, 1, 2], webdataset.map(lambda sample: sample + 1))
+    source = webdataset.DataPipeline(lambda: iter(Stream()), webdataset.map(lambda sample: sample + 1))
     with recording() as recorded:
         for _ in range(2):
             assert train(otel_dl.loader(source)) == [1, 2, 3]

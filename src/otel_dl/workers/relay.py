@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -46,6 +47,26 @@ READS: Final = 16
 Key = tuple[str, int, int]
 _Plain = tuple[tuple[int, int], int, int]
 """((worker, pid), start, end) of a fetch that is nothing else: most are never asked for."""
+
+
+SPARE: Final = 32
+SPARE_WORKER: Final = 8
+"""Descriptors that are left to the process, and for each worker that it starts: without them torch would fail."""
+
+
+def _pipe(spare: int) -> tuple[int, int] | None:
+    """A pipe, where so many more descriptors could be had."""
+    try:
+        ends = os.pipe()
+    except OSError:
+        return None
+    # Numbers are given out lowest first: below these two none is free.
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and max(ends) + spare >= limit:
+        for end in ends:
+            os.close(end)
+        return None
+    return ends
 
 
 class _Pipe:
@@ -130,12 +151,12 @@ class Relay:
         """
         writes: list[int | None] = []
         for number in range(workers):
-            try:
-                read, write = os.pipe()
-            except OSError:
+            ends = _pipe(SPARE + SPARE_WORKER * workers)
+            if ends is None:
                 self.dropped["workers without a pipe"] += 1
                 writes.append(None)
                 continue
+            read, write = ends
             os.set_blocking(read, False)
             with contextlib.suppress(OSError, AttributeError):  # the user's share of pipe memory is used up
                 fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # pyright: ignore[reportAttributeAccessIssue]
