@@ -69,9 +69,9 @@ def job(who: str, end: str, method: str, directory: Path) -> Outcome:
         stderr=subprocess.DEVNULL,  # a worker that outlives the job would keep a pipe open
     )
     code = job.wait(120)
-    # A batch is read when its second sample was begun, and did not end the worker.
+    # A batch is read when its second sample was begun, and did not end the worker; one that raised is told as well.
     ended = {int(file.read_text()) for file in truth.glob("held-*")}
-    if (truth / "guilty").exists():
+    if (truth / "guilty").exists() and end != "exception":
         ended.add(9)
     produced = sum(
         len({index // BATCH for index in indices if index % BATCH == 1} - {index // BATCH for index in ended})

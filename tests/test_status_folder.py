@@ -19,7 +19,7 @@ from support.inprocess import recording
 from support.loader_jobs import SCRIPTS
 
 from otel_dl.forensics import folder as folders
-from otel_dl.forensics import reader, writer
+from otel_dl.forensics import memory, reader
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.forensics.writer import StatusPage
 from otel_dl.recording.identity import Identity
@@ -119,9 +119,9 @@ def test_a_filesystem_without_shared_mappings(
 ) -> None:
     def no_mmap(*arguments: object) -> int | None:
         ctypes.set_errno(errno.ENODEV)
-        return writer._FAILED
+        return memory._FAILED
 
-    monkeypatch.setattr(writer._libc, "mmap", no_mmap)
+    monkeypatch.setattr(memory._libc, "mmap", no_mmap)
     folder = StatusFolder(str(tmp_path))
     status = folder.open(IDENTITY)
     assert not isinstance(status, StatusPage)

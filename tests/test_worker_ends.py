@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.inprocess import recording
 from support.loader_jobs import run, spans
 from support.validate import validate
 
@@ -158,6 +163,21 @@ def test_what_is_said_of_a_workers_end_is_so(
             print(f"{method:<11}{way:<11}{when:<9}{raised:<22}{len(verdicts[outcome.cell]):>6}")
     assert not {cell: wrong for cell, wrong in verdicts.items() if wrong}
     assert not any(outcome.left for outcome in outcomes), "a page of a job that ended in order"
+
+
+def test_processes_that_are_no_workers_end_as_ever() -> None:
+    pytest.importorskip("torch")
+    with recording():
+        process = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+        process.start()
+        process.terminate()
+        process.join()
+        assert process.exitcode == -signal.SIGTERM
+        process.close()
+        with pytest.raises(ValueError, match="closed"):
+            process.kill()
+        assert hasattr(vars(BaseProcess)["kill"], "__wrapped__"), "no fault of ours that took it out"
+    assert not hasattr(vars(BaseProcess)["kill"], "__wrapped__")
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,9 @@ def _private(base: Path) -> Path:
     found = base.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         return Path(tempfile.mkdtemp(prefix="otel-dl-"))
-    runs = sorted((entry for entry in os.scandir(base)), key=lambda entry: entry.stat().st_mtime)
-    for entry in runs[:-KEPT]:
-        if not any(page.alive() for page in reader.read_all(Path(entry.path))):
-            shutil.rmtree(entry.path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another process removes its own, or does the same
+        runs = sorted(os.scandir(base), key=lambda entry: entry.stat().st_mtime)
+        for entry in runs[:-KEPT]:
+            if not any(page.alive() for page in reader.read_all(Path(entry.path))):
+                shutil.rmtree(entry.path, ignore_errors=True)
     return base

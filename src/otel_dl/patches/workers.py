@@ -181,7 +181,9 @@ class Watch:
             self._run.tell_of_workers(WorkersStarted(loader, lives[0].method, len(lives), start, end, free_shm))
 
     def terminating(self, process: Any) -> None:
-        life = self._lives.get(process.pid)
+        # Asked without `pid`, which raises where the process was closed: that is for `terminate()` to say.
+        popen = getattr(process, "_popen", None)
+        life = self._lives.get(popen.pid) if popen is not None else None
         if life is not None and life.status() is None:
             life.terminated = True
 
