@@ -264,10 +264,9 @@ os._exit(7)
         job = start(sys.executable, script(tmp_path, self.WAIT))
         assert line_of(job.stdout) == b"ready\n"
         ours = psutil.Process(job.pid).children()
+        (training,) = [process for process in ours if "otel_dl.cli" not in process.cmdline()]
         os.kill(job.pid, signal.SIGKILL)
-        for process in ours:
-            if "train.py" in " ".join(process.cmdline()):
-                process.kill()
+        training.kill()
         gone, alive = psutil.wait_procs(ours, timeout=60)
         assert (len(gone), alive) == (2, [])
         job.communicate()
