@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from os import getpid
@@ -15,21 +14,6 @@ LARGEST: Final = 65_536
 """Bytes of a message at most."""
 BACKLOG: Final = 65_536
 """Bytes of fetches that wait in the worker for room in the pipe at most. Spans of the user's don't wait."""
-
-
-HIGH: Final = 1_000
-
-
-def _out_of_the_way(descriptor: int) -> int:
-    """The same pipe under a high number: where the user's code closes what it finds open, the number is not that of the
-    next file that it opens, and we don't write into that."""
-    try:
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, HIGH)
-    except OSError:  # RLIMIT_NOFILE ends below
-        os.set_inheritable(descriptor, False)
-        return descriptor
-    os.close(descriptor)
-    return moved
 
 
 class Writer:
@@ -46,7 +30,7 @@ class Writer:
         self._dropped = 0
         if descriptor is not None:
             os.set_blocking(descriptor, False)
-            self._descriptor = _out_of_the_way(descriptor)
+            os.set_inheritable(descriptor, False)
 
     def write(self, kind: int, body: bytes) -> bool:
         """Whether the message is on its way."""
