@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import inspect
+import os
 import pickle
 import shutil
 import sys
@@ -12,10 +14,14 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from opentelemetry import context as context_api
+from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.instrumentation.utils import suppress_instrumentation
 from support.inprocess import Recorded, recording
 from support.loops import FORMS, LONG, Picky, Points, seed, sgd, train, update
@@ -23,17 +29,30 @@ from support.phases import lines
 from torch import nn
 from torch.utils.data import DataLoader
 
+from otel_dl.forensics import reader, writer
+from otel_dl.forensics.writer import StatusPage
 from otel_dl.recording import native
 from otel_dl.recording.context import variable
-from otel_dl.recording.keep import NeverHead
+from otel_dl.recording.keep import AdaptiveHead, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath, LaneState, StepState
+from otel_dl.recording.run import Run
+from otel_dl.settings import Settings
+from otel_dl.workers import ring
+from otel_dl.workers.carrier import Carrier
+from otel_dl.workers.environment import Environment
+from otel_dl.workers.loop import DataQueue, IndexQueue, Worker
+from otel_dl.workers.relay import Relay
+from otel_dl.workers.writer import Writer
 
 
 def test_it_is_compiled_where_there_is_a_compiler() -> None:
     if shutil.which("cc") is None or sysconfig.get_config_var("Py_GIL_DISABLED"):
         pytest.skip("no C compiler, or a Python without the GIL: Python records")
     assert native.hooks is not None
+    source = Path(native.__file__).with_name("_native.c")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    assert digest == native.hooks.SOURCE, "it is older than its source: install the package again"
 
 
 compiled = pytest.mark.skipif(native.hooks is None, reason="nothing is compiled")
@@ -262,3 +281,111 @@ def test_a_thread_that_does_not_train_is_not_taken_for_the_one_that_does(in_c: b
     with ThreadPoolExecutor(1) as pool, recording(native=in_c) as recorded:
         loop(20, lambda number: pool.submit(other, torch.randn(1, 6)).result().sum().item())
     assert set(lines(recorded.spans, "train.step")) == {"next zero_grad forward backward optimizer"}
+
+
+class Wrapped:
+    """As torch's ExceptionWrapper."""
+
+    def __init__(self) -> None:
+        self.exc_type = KeyError
+        self.exc_msg = "Caught KeyError in DataLoader worker process 0.\nTraceback\nKeyError: 'no such sample'\n"
+
+
+Wrapped.__name__ = "ExceptionWrapper"
+Ended = type("_IterableDatasetStopIteration", (), {})
+Resume = type("_ResumeIteration", (), {})
+
+
+class FakeQueue:
+    """A queue of torch's: what is taken from it comes from `messages`, what is put into it goes to `taken`."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self.messages = messages
+        self.taken: list[Any] = []
+
+    def get(self, timeout: float) -> Any:
+        return self.messages.pop(0)
+
+    def put(self, message: Any) -> None:
+        self.taken.append(message)
+
+
+def reported(in_c: bool, folder: Path) -> tuple[list[Any], list[Any]]:
+    """What a worker tells of a sequence of fetches: (its page after each event, what its parent has in the end)."""
+    run = Run(Settings(native=in_c), AdaptiveHead())
+    relay = Relay(run)
+    nonce = "n" * 32
+    path = folder / f"{in_c}.status"
+    writer.create(str(path), run.identity, worker=0, nonce=nonce, tail=ring.SIZE)
+    (descriptor,) = relay.open(nonce, 1, [str(path)])
+    assert descriptor is not None
+    carrier = Carrier.make(run, nonce, [str(path)])
+    worker = Worker(carrier, 0, Writer(os.dup(descriptor)), StatusPage(str(path), ring.SIZE))
+    worker.look_after(Environment(carrier.environment, lambda warning: None))
+    batches: list[tuple[Any, Any]] = [
+        *((index, index * 2) for index in range(3)),
+        (3, [7, 8, 9]),
+        (4, (7, 8)),
+        (5, [None, None]),
+        (6, ["a", "b"]),
+        (7, [1.5]),
+        (8, [2**70]),
+        (9, list(range(500))),
+        (10, []),
+        (2**31, [1]),
+        (2**31 + 1, [True]),
+    ]
+    answers: dict[int, Any] = {1: Wrapped(), 3: Ended()}
+    messages: list[Any] = []
+    for batch in batches:
+        messages += [batch, Resume()] if batch[0] == 5 else [batch]
+    index_queue, data_queue = FakeQueue([*messages, (99, [1]), (100, [2]), None]), FakeQueue([])
+    indices, data = IndexQueue(index_queue, worker), DataQueue(data_queue, worker)
+    pages: list[Any] = []
+
+    def look() -> None:
+        page = reader.read(str(path))
+        assert page is not None
+        assert page.phases is not None
+        done = page.done and (page.done.round, page.done.place, page.done.fetches)
+        batch = page.batch and page.batch._replace(start=0)
+        pages.append(([phase.name for phase in page.phases], batch, done, worker.batch))
+
+    token = context_api.attach(Context())
+    try:
+        while (message := indices.get(timeout=5)) is not None:
+            look()
+            if not isinstance(message, tuple):
+                continue
+            index, _ = message
+            if index == 0:
+                os.environ["ADDED_BY_A_DATASET"] = "1"
+            if index == 2:
+                worker.room()
+            if index == 6:
+                pages.append(trace.get_current_span().get_span_context().trace_id)
+            if index == 9:
+                context_api.attach(Context({"a user's": "value"}))
+            if index == 99:
+                continue  # torch passes over what it has no use for any more
+            data.put((index, answers.get(index, "a batch")))
+            look()
+            pages.append(trace.get_current_span().get_span_context().trace_id)
+        data.put(None)
+        relay.drain(final=True)
+        found = [
+            fetch and fetch._replace(pid=0, start=0, end=0)
+            for fetch in (relay.take((nonce, round, index)) for round in (0, 1) for index, _ in [*batches, (100, 0)])
+        ]
+        return [*pages, [type(message) for message in data_queue.taken]], [*found, worker.fetches, dict(relay.dropped)]
+    finally:
+        context_api.detach(token)
+        os.environ.pop("ADDED_BY_A_DATASET", None)
+        relay.close()
+
+
+@compiled
+def test_what_a_worker_tells_is_what_it_tells_in_python(tmp_path: Path) -> None:
+    in_c, in_python = reported(True, tmp_path), reported(False, tmp_path)
+    assert in_c == in_python
+    assert sum(fetch is not None for fetch in in_c[1][:-2]) == 13

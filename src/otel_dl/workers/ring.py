@@ -29,6 +29,7 @@ SIZE: Final = _FIRST + SLOTS * _SLOT_SIZE
 
 _write_slot = _SLOT.pack_into
 _write_number = _NUMBER.pack_into
+_read_number = _NUMBER.unpack_from
 
 
 class RingWriter:
@@ -36,7 +37,6 @@ class RingWriter:
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        self._written = 0
         self._pid = os.getpid()
         _write_number(memory, _PID, self._pid)
 
@@ -44,12 +44,12 @@ class RingWriter:
         """Whether it is on its way; not from a process that the worker forked."""
         if getpid() != self._pid:
             return False
-        number = self._written
+        # Kept in the memory itself, for there may be a writer in C beside this one.
+        (number,) = _read_number(self._memory, _HEAD)
         check = round ^ index ^ start ^ end ^ number ^ CHECK
         _write_slot(
             self._memory, _FIRST + _SLOT_SIZE * (number % SLOTS), round, index, start, end, number, check
         )  # fmt: skip
-        self._written = number + 1
         _write_number(self._memory, _HEAD, number + 1)
         return True
 
@@ -65,11 +65,11 @@ class RingReader:
 
     @property
     def pid(self) -> int:
-        return _NUMBER.unpack_from(self._memory, _PID)[0]
+        return _read_number(self._memory, _PID)[0]
 
     def read(self) -> Iterator[tuple[int, int, int, int]]:
         """(round, index, start, end) of those that are new."""
-        until: int = _NUMBER.unpack_from(self._memory, _HEAD)[0]
+        (until,) = _read_number(self._memory, _HEAD)
         first = max(self._read, until - SLOTS)
         self.lost += first - self._read
         self._read = max(first, until)
