@@ -28,7 +28,7 @@ process's own; the phases and `STEP` by its thread that bounds steps, in a worke
 
     384    PHASES      DEPTH blocks of PHASE: kind (`records.Kind`), start, check. The open phases, outermost first,
                        up to the first with kind 0, whose second number is when it ended.
-    640    BATCH       block: epoch or round, index, start, samples, form, check of these and of the samples' CRC-32
+    640    BATCH       block: epoch or round, index, start, samples, form, check of these and of the samples' Adler-32
     688    SAMPLES     SAMPLES_SIZE bytes. FORM_INTEGERS: the first SAMPLES_MOST indices as numbers. FORM_TEXT: text
     1712   DONE        block: round, index, end of the last fetch that was finished, fetches, busy ns, idle ns, check
 

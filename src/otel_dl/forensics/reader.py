@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
-from zlib import crc32
+from zlib import adler32
 
 from otel_dl.forensics import layout
 from otel_dl.forensics.layout import End
@@ -177,7 +177,7 @@ def _batch(data: bytes) -> Batch | None:
     if size < 0:
         return None
     samples = data[layout.SAMPLES : layout.SAMPLES + size]
-    block = _block(layout.BATCH_STRUCT, data, layout.BATCH, crc32(samples))
+    block = _block(layout.BATCH_STRUCT, data, layout.BATCH, adler32(samples))
     if block is None:
         return None
     round, index, start, _, _ = block

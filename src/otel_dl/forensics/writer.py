@@ -9,7 +9,7 @@ import struct
 import time
 from collections.abc import Sequence
 from typing import Any, Final, cast
-from zlib import crc32
+from zlib import adler32
 
 from otel_dl.forensics import layout
 from otel_dl.forensics.memory import Memory
@@ -114,7 +114,7 @@ class StatusPage(Status):
 
     def _batch(self, round: int, index: int, start: int, count: int, form: int, data: bytes) -> None:
         self._memory[layout.SAMPLES : layout.SAMPLES + len(data)] = data
-        check = round ^ index ^ start ^ count ^ form ^ crc32(data) ^ layout.CHECK
+        check = round ^ index ^ start ^ count ^ form ^ adler32(data) ^ layout.CHECK
         _taken(self._memory, layout.BATCH, round, index, start, count, form, check)
 
 

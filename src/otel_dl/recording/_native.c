@@ -254,7 +254,7 @@ page_batch(FastPath *self, int64_t epoch, int64_t index, int64_t start)
         block[1] = index;
         block[2] = start;
         block[3] = block[4] = 0;
-        block[5] = epoch ^ index ^ start ^ self->check;
+        block[5] = epoch ^ index ^ start ^ 1 ^ self->check; /* 1: the Adler-32 of nothing */
     }
 }
 
@@ -888,16 +888,16 @@ worker_span_unasked(Worker *worker)
     return same;
 }
 
-static uint32_t crc_table[256];
-
-/* The CRC-32 of zlib. */
+/* The Adler-32 of zlib (RFC 1950), of less than 5,552 bytes: the sums can't overflow before then. */
 static uint32_t
-crc32(const unsigned char *data, size_t size)
+adler32(const unsigned char *data, size_t size)
 {
-    uint32_t crc = 0xFFFFFFFFu;
-    for (size_t i = 0; i < size; i++)
-        crc = crc_table[(crc ^ data[i]) & 0xFF] ^ (crc >> 8);
-    return ~crc;
+    uint32_t low = 1, high = 0;
+    for (size_t i = 0; i < size; i++) {
+        low += data[i];
+        high += low;
+    }
+    return (high % 65521) << 16 | low % 65521;
 }
 
 /* Writes the indices of the samples, a list of them or one; -1 where they are something else. */
@@ -939,13 +939,13 @@ worker_received(Worker *worker, PyObject *message)
     if (count < 0)
         return 0;
     volatile int64_t *batch = worker->batch, *phase = worker->phase;
-    int64_t crc = crc32((const unsigned char *)worker->sample_words, (size_t)count * 8);
+    int64_t sum = adler32((const unsigned char *)worker->sample_words, (size_t)count * 8);
     batch[0] = worker->round;
     batch[1] = index;
     batch[2] = start;
     batch[3] = count;
     batch[4] = 1; /* FORM_INTEGERS */
-    batch[5] = worker->round ^ index ^ start ^ count ^ 1 ^ crc ^ worker->check;
+    batch[5] = worker->round ^ index ^ start ^ count ^ 1 ^ sum ^ worker->check;
     phase[0] = worker->fetch_kind;
     phase[1] = start;
     phase[2] = worker->fetch_kind ^ start ^ worker->check;
@@ -1323,12 +1323,6 @@ PyInit__native(void)
         *names[i].name = PyUnicode_InternFromString(names[i].text);
         if (*names[i].name == NULL)
             return NULL;
-    }
-    for (uint32_t i = 0; i < 256; i++) {
-        uint32_t crc = i;
-        for (int bit = 0; bit < 8; bit++)
-            crc = crc & 1 ? 0xEDB88320u ^ (crc >> 1) : crc >> 1;
-        crc_table[i] = crc;
     }
     zero = PyLong_FromLong(0);
     if (zero == NULL)
