@@ -70,14 +70,16 @@ class RingReader:
     def read(self) -> Iterator[tuple[int, int, int, int]]:
         """(round, index, start, end) of those that are new."""
         (until,) = _read_number(self._memory, _HEAD)
-        first = max(self._read, until - SLOTS)
-        self.lost += first - self._read
-        self._read = max(first, until)
-        for number in range(first, until):
-            round, index, start, end, written, check = _SLOT.unpack_from(
-                self._memory, _FIRST + _SLOT_SIZE * (number % SLOTS)
-            )
-            if written == number and round ^ index ^ start ^ end ^ written ^ CHECK == check:
-                yield round, index, start, end
-            else:
-                self.lost += 1
+        number = max(self._read, until - SLOTS)
+        self.lost += number - self._read
+        self._read = max(number, until)
+        while number < until:
+            place = number % SLOTS
+            count = min(until - number, SLOTS - place)
+            blocks = self._memory[_FIRST + _SLOT_SIZE * place : _FIRST + _SLOT_SIZE * (place + count)]
+            for round, index, start, end, written, check in _SLOT.iter_unpack(blocks):
+                if written == number and round ^ index ^ start ^ end ^ written ^ CHECK == check:
+                    yield round, index, start, end
+                else:
+                    self.lost += 1
+                number += 1
