@@ -11,6 +11,7 @@ import pickle
 import shutil
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from support.phases import lines
 from torch import nn
 from torch.utils.data import DataLoader
 
+import otel_dl
 from otel_dl.forensics import reader, writer
 from otel_dl.forensics.writer import StatusPage
 from otel_dl.recording import native
@@ -280,6 +282,42 @@ def test_a_thread_that_does_not_train_is_not_taken_for_the_one_that_does(in_c: b
     other = nn.Linear(6, 3)
     with ThreadPoolExecutor(1) as pool, recording(native=in_c) as recorded:
         loop(20, lambda number: pool.submit(other, torch.randn(1, 6)).result().sum().item())
+    assert set(lines(recorded.spans, "train.step")) == {"next zero_grad forward backward optimizer"}
+
+
+class Unsampled(NeverHead):
+    adaptive = True
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+def test_a_thread_is_not_taken_for_a_former_one_whose_ident_it_has(in_c: bool) -> None:
+    """Training runs in a thread and ends in the middle of a step; another thread then evaluates."""
+    seed()
+    model, other = Picky(6, 3), nn.Linear(6, 3)
+    optimizer = sgd(model)
+    idents: list[int] = []
+
+    def training() -> None:
+        idents.append(threading.get_ident())
+        for number, (x, y) in enumerate(batches):
+            update(model, optimizer, x, y)
+            if number == 9:
+                otel_dl.keep()
+                return
+
+    def evaluation() -> None:
+        idents.append(threading.get_ident())
+        other(torch.randn(1, 6))
+
+    batches = iter(DataLoader(Points(80), batch_size=4))
+    # Nothing of a step is in the context, by which the threads could be told apart.
+    with recording(Unsampled(), foreign=True, native=in_c) as recorded:
+        for target in (training, evaluation):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+    if idents[0] != idents[1]:
+        pytest.skip("this system gives each thread an ident of its own")
     assert set(lines(recorded.spans, "train.step")) == {"next zero_grad forward backward optimizer"}
 
 

@@ -219,7 +219,7 @@ static PyTypeObject SourceType = {
 typedef struct {
     PyObject_HEAD
     PyObject *lane; /* a Lane or None */
-    unsigned long thread;
+    uint64_t thread; /* of the thread's state: an ident is given to a later thread again */
     PyObject *variable; /* of the OpenTelemetry context; None: nothing is ordinary */
     PyObject *durations; /* a list: of the ordinary steps since Python looked last */
     Py_ssize_t capacity;
@@ -279,7 +279,7 @@ fastpath_follow(FastPath *self, PyObject *lane)
     }
     Py_INCREF(lane);
     Py_XSETREF(self->lane, lane);
-    self->thread = PyThread_get_thread_ident();
+    self->thread = PyThreadState_GetID(PyThreadState_Get());
     Py_RETURN_NONE;
 }
 
@@ -358,7 +358,7 @@ static PyTypeObject FastPathType = {
 static inline Lane *
 followed(FastPath *fast)
 {
-    if (fast->lane == NULL || fast->lane == Py_None || fast->thread != PyThread_get_thread_ident())
+    if (fast->lane == NULL || fast->lane == Py_None || fast->thread != PyThreadState_GetID(PyThreadState_Get()))
         return NULL;
     return (Lane *)fast->lane;
 }

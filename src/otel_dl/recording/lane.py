@@ -244,7 +244,7 @@ class Lane(LaneState):
     @property
     def bounds(self) -> bool:
         """Whether this thread bounds steps."""
-        stepper = self.run.stepper
+        stepper = self.run.fast.lane  # as `run.stepper`, which would be a call more
         return stepper is self or (stepper is None and self._main)
 
     def _outermost(self, kind: int) -> bool:
