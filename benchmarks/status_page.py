@@ -13,7 +13,7 @@ from typing import Any
 
 from _measure import Sample, added, interleaved, machine, timed
 
-from otel_dl.forensics import layout, writer
+from otel_dl.forensics import writer
 from otel_dl.forensics.writer import StatusPage
 from otel_dl.recording import native
 from otel_dl.recording.context import get_current, variable
@@ -54,7 +54,7 @@ def in_c(status: StatusPage | None) -> Callable[[], Sample]:
     lane.kinds, lane.step = 0, step
     fast.follow(lane)  # type: ignore[arg-type]
     if status is not None:
-        fast.write(status.address, layout.STEP, layout.PHASES, layout.BATCH, layout.CHECK)
+        fast.map_page(status.address)
     phase: Any = native.hooks.Phase(fast, KIND, len, len, None, None, None)
 
     def sample() -> Sample:

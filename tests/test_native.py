@@ -31,15 +31,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import otel_dl
-from otel_dl.forensics import reader, writer
+from otel_dl.forensics import layout, reader, writer
 from otel_dl.forensics.writer import StatusPage
 from otel_dl.recording import native
 from otel_dl.recording.context import variable
 from otel_dl.recording.keep import AdaptiveHead, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath, LaneState, StepState
+from otel_dl.recording.records import Kind
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
+from otel_dl.workers import loop as loops
 from otel_dl.workers import ring
 from otel_dl.workers.carrier import Carrier
 from otel_dl.workers.environment import Environment
@@ -55,6 +57,25 @@ def test_it_is_compiled_where_there_is_a_compiler() -> None:
     source = Path(native.__file__).with_name("_native.c")
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     assert digest == native.hooks.SOURCE, "it is older than its source: install the package again"
+
+
+@pytest.mark.skipif(native.hooks is None, reason="nothing is compiled")
+def test_what_c_and_python_both_say_is_the_same() -> None:
+    found = {name: value for name, value in vars(native.hooks).items() if isinstance(value, int)}
+    wanted = {
+        **{name: int(Kind[name]) for name in ("NEXT", "FORWARD", "EVAL_FORWARD", "NEUTRAL_FORWARD")},
+        **{
+            name: getattr(layout, name)
+            for name in ("STEP", "PHASES", "BATCH", "SAMPLES", "SAMPLES_MOST", "DONE", "SIZE")
+        },
+        **{name: getattr(layout, name) for name in ("SIZE", "FORM_NONE", "FORM_INTEGERS", "FETCH", "CHECK")},
+        "RING_HEAD": ring._HEAD,
+        "RING_FIRST": ring._FIRST,
+        "RING_SLOTS": ring.SLOTS,
+        "SLOW": loops.SLOW,
+        "WARM": loops.WARM,
+    }
+    assert found == wanted
 
 
 compiled = pytest.mark.skipif(native.hooks is None, reason="nothing is compiled")
@@ -348,7 +369,7 @@ class FakeQueue:
         self.taken.append(message)
 
 
-def reported(in_c: bool, folder: Path) -> tuple[list[Any], list[Any]]:
+def reported(in_c: bool, stateful: bool, folder: Path) -> tuple[list[Any], list[Any]]:
     """What a worker tells of a sequence of fetches: (its page after each event, what its parent has in the end)."""
     run = Run(Settings(native=in_c), AdaptiveHead())
     relay = Relay(run)
@@ -358,7 +379,7 @@ def reported(in_c: bool, folder: Path) -> tuple[list[Any], list[Any]]:
     (descriptor,) = relay.open(nonce, 1, [str(path)])
     assert descriptor is not None
     carrier = Carrier.make(run, nonce, [str(path)])
-    worker = Worker(carrier, 0, Writer(os.dup(descriptor)), StatusPage(str(path), ring.SIZE))
+    worker = Worker(carrier, 0, Writer(os.dup(descriptor)), StatusPage(str(path), ring.SIZE), stateful)
     worker.look_after(Environment(carrier.environment, lambda warning: None))
     batches: list[tuple[Any, Any]] = [
         *((index, index * 2) for index in range(3)),
@@ -406,7 +427,8 @@ def reported(in_c: bool, folder: Path) -> tuple[list[Any], list[Any]]:
                 context_api.attach(Context({"a user's": "value"}))
             if index == 99:
                 continue  # torch passes over what it has no use for any more
-            data.put((index, answers.get(index, "a batch")))
+            answer = answers.get(index, "a batch")
+            data.put((index, (answer, 0, {}) if stateful else answer))
             look()
             pages.append(trace.get_current_span().get_span_context().trace_id)
         data.put(None)
@@ -423,7 +445,8 @@ def reported(in_c: bool, folder: Path) -> tuple[list[Any], list[Any]]:
 
 
 @compiled
-def test_what_a_worker_tells_is_what_it_tells_in_python(tmp_path: Path) -> None:
-    in_c, in_python = reported(True, tmp_path), reported(False, tmp_path)
+@pytest.mark.parametrize("stateful", [False, True], ids=["torch", "torchdata"])
+def test_what_a_worker_tells_is_what_it_tells_in_python(stateful: bool, tmp_path: Path) -> None:
+    in_c, in_python = reported(True, stateful, tmp_path), reported(False, stateful, tmp_path)
     assert in_c == in_python
     assert sum(fetch is not None for fetch in in_c[1][:-2]) == 13

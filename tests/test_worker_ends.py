@@ -204,3 +204,37 @@ def test_many_workers_leave_nothing_behind(
     assert late["children"] == late["segments"] == 0
     assert grown < 8 * 2**20
     assert [path.suffix for path in (tmp_path / "traces").iterdir()] == [".jsonl"]
+
+
+def test_the_step_that_fails_is_the_right_one_also_where_steps_are_only_recorded() -> None:
+    """None is exported but those that fail, so each step becomes the next one."""
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    from otel_dl.recording.keep import NeverHead
+
+    class Deadly(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 130:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return torch.ones(2)
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps = 0
+    with recording(NeverHead()) as recorded:
+        with pytest.raises(RuntimeError, match="exited unexpectedly") as raised:  # noqa: PT012
+            for x in DataLoader(Deadly(), batch_size=1, num_workers=1, prefetch_factor=1):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+                steps += 1
+        assert "SIGKILL" in str(getattr(raised.value, "__notes__", ["SIGKILL"]))
+    (failed,) = [step for step in recorded.named("train.step") if not step.status.is_unset]
+    (life,) = recorded.named("dataloader.worker")
+    assert failed.attributes["dl.step"] == steps
+    assert life.parent.span_id == failed.context.span_id
+    assert "SIGKILL" in failed.status.description

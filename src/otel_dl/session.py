@@ -14,7 +14,6 @@ import wrapt
 
 from otel_dl import startup
 from otel_dl.export.provider import Connection, connect
-from otel_dl.forensics import layout
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
@@ -198,7 +197,7 @@ class Session:
     def _show(self, status: Status) -> None:
         """The recorder says what it does in `status` from now on."""
         self.run.status = status
-        self.run.fast.write(status.address, layout.STEP, layout.PHASES, layout.BATCH, layout.CHECK)
+        self.run.fast.map_page(status.address)
 
     def _finish(self, deadline: float, error: BaseException | None = None) -> None:
         self._error = error

@@ -95,9 +95,7 @@ def _what(end: WorkerEnded) -> str:
         return f"was killed by the training process{f' ({end.signal})' if end.signal else ''}"
     if end.how is How.EXCEPTION:
         return f"ended by {end.error or 'an exception'}"
-    if end.how is How.FINISHED:
-        return "finished"
-    return f"ended{code}" if end.how is How.EXIT or code else "ended, how is unknown,"
+    return f"ended{code}"
 
 
 def doing(page: Page | None) -> str:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from otel_dl.batches import Batches
 from otel_dl.log import logger
 from otel_dl.patches._patching import Patches
-from otel_dl.patches.recorder import compiled, recorder
+from otel_dl.patches.recorder import recorder
 from otel_dl.patches.workers import INFO, Life, Watch, free_shm
+from otel_dl.recording import native
 from otel_dl.recording.lane import NEXT
 from otel_dl.recording.native import SourceState
 from otel_dl.recording.records import clock
@@ -368,7 +369,7 @@ def _install_returned(run: Run, patches: Patches, several: Any) -> None:
             info.workers[before] = self._task_info[before][0]
         return result
 
-    form = compiled(run, "Returned") if told and ahead else None
+    form = native.hook("Returned", run.settings.native) if told and ahead else None
     if form is not None:
         hook = form(run.fast, NEXT, original_process, original_process, None, None, patches.fault)
         patches.replace(several, "_process_data", functools.update_wrapper(hook, original_process))

@@ -35,11 +35,6 @@ class Event(Protocol):
     def fail(self, lane: Lane, kind: int, subject: Any, start: int, error: BaseException) -> None: ...
 
 
-def compiled(run: Run, form: str) -> Callable[..., Any] | None:
-    """The hook of this name, where there is C and `run` wants it."""
-    return getattr(native.hooks, form) if native.hooks is not None and run.settings.native else None
-
-
 def recorder(
     run: Run, patches: Patches, event: Event, original: Callable[..., Any], form: str, **options: Any
 ) -> Callable[..., Any]:
@@ -79,7 +74,7 @@ def recorder(
         ended(kind, subject, start)
         return result
 
-    in_c = compiled(run, form)
+    in_c = native.hook(form, run.settings.native)
     if in_c is None:
         return recorded
     hook = in_c(run.fast, event.kind, original, recorded, ended, failed, patches.fault, **options)

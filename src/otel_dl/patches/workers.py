@@ -92,6 +92,10 @@ def _lives(iterator: Any) -> list[Life]:
     return info.lives if info is not None else []
 
 
+Said = tuple[Life, str]
+"""A worker, and what an exception is told of it."""
+
+
 class Watch:
     """All workers of a process. Called by the threads that read from loaders, and by torch's handler of SIGCHLD in any
     place of the main thread: nothing here waits for a lock."""
@@ -201,10 +205,10 @@ class Watch:
         lives = _lives(iterator)
         if not lives:
             return
-        words = self._raised(lives, error, batch)
-        if not words and isinstance(error, (RuntimeError, EOFError, OSError)):
-            words = self._died(lives) or (self._awaited(iterator, lives) if "timed out" in str(error) else [])
-        self._note(error, words)
+        said = self._raised(lives, error, batch)
+        if not said and isinstance(error, (RuntimeError, EOFError, OSError)):
+            said = self._died(lives) or (self._awaited(iterator, lives) if "timed out" in str(error) else [])
+        self._note(error, said)
 
     def reported(self, error: RuntimeError) -> None:
         """torch's handler of SIGCHLD found a worker that has died."""
@@ -222,8 +226,8 @@ class Watch:
         """In a forked child: the workers are the parent's."""
         self._lives.clear()
 
-    def _raised(self, lives: Sequence[Life], error: BaseException, batch: Any) -> list[str]:
-        """The words where the dataset raised `error`."""
+    def _raised(self, lives: Sequence[Life], error: BaseException, batch: Any) -> list[Said]:
+        """Where the dataset raised `error`."""
         if batch is None:
             return []
         _, _, place, nonce, round, number, *_ = Batch._make(batch)
@@ -232,12 +236,11 @@ class Watch:
             return []
         life: Life = lives[number]
         life.raised, life.raised_for = qualified(type(error)), batch
-        life.step = self._step()
         where = f"batch {place}{ends.said(fetch.samples)}"
-        return [f"{ends.named(number, life.pid)} raised {fetch.error.type} in dataloader.fetch of {where}"]
+        return [(life, f"{ends.named(number, life.pid)} raised {fetch.error.type} in dataloader.fetch of {where}")]
 
-    def _died(self, lives: Sequence[Life]) -> list[str]:
-        words: list[str] = []
+    def _died(self, lives: Sequence[Life]) -> list[Said]:
+        said: list[Said] = []
         for life in lives:
             status = life.status()
             if status is None:
@@ -245,30 +248,28 @@ class Watch:
             page = life.page()
             end = life.ended(status, page)
             if end.how is not How.FINISHED:
-                words.append(ends.words(life.number, life.pid, end, page))
-                life.step = self._step()
-        return words
+                said.append((life, ends.words(life.number, life.pid, end, page)))
+        return said
 
-    def _awaited(self, iterator: Any, lives: Sequence[Life]) -> list[str]:
+    def _awaited(self, iterator: Any, lives: Sequence[Life]) -> list[Said]:
         """Of the workers that the iterator waits for: in order of the one that reads the next batch."""
         asked: Any = iterator._task_info.get(iterator._rcvd_idx) if getattr(iterator, "_in_order", True) else None
-        words: list[str] = []
+        said: list[Said] = []
         number: int | None = asked[0] if asked else None
         for life in lives if number is None else lives[number : number + 1]:
             page = life.page()
             since = f"{(clock() - page.last()) / 1e9:.1f} s " if page is not None and page.pid else ""
-            words.append(f"{ends.named(life.number, life.pid)} is alive, {since}{ends.doing(page)}")
-            life.step = self._step()
-        return words
+            said.append((life, f"{ends.named(life.number, life.pid)} is alive, {since}{ends.doing(page)}"))
+        return said
 
-    def _step(self) -> int | None:
-        return self._run.number if self._run.current is not None else None
-
-    def _note(self, error: BaseException, words: list[str]) -> None:
-        if not words:
+    def _note(self, error: BaseException, said: list[Said]) -> None:
+        if not said:
             return
-        text = "; ".join(words[:NAMED]) + (f"; and {len(words) - NAMED} more" if len(words) > NAMED else "")
-        self._run.tell_step(text)
+        text = "; ".join(words for _, words in said[:NAMED])
+        text += f"; and {len(said) - NAMED} more" if len(said) > NAMED else ""
+        step = self._run.tell_step(text)
+        for life, _ in said:
+            life.step = step
         add_note: Callable[[str], None] | None = getattr(error, "add_note", None)
         if add_note is None:  # Python 3.10
             logger.error("otel-dl: %s.", text)

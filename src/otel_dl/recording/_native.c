@@ -15,8 +15,17 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Of `recording/records.py::Kind`. */
-enum { NEXT = 1, FORWARD = 4, EVAL_FORWARD = 128 | FORWARD, NEUTRAL_FORWARD = 256 | FORWARD };
+/* What is said in Python as well, in `recording/records.py::Kind`, `forensics/layout.py`, `workers/ring.py` and
+ * `workers/loop.py`; `tests/test_native.py` holds each against it. */
+#define CONSTANTS(_)                                                                                                  \
+    _(NEXT, 1) _(FORWARD, 4) _(EVAL_FORWARD, 128 | 4) _(NEUTRAL_FORWARD, 256 | 4)                                     \
+    _(STEP, 256) _(PHASES, 384) _(BATCH, 640) _(SAMPLES, 688) _(SAMPLES_MOST, 128) _(DONE, 1712) _(SIZE, 4096)        \
+    _(FORM_NONE, 0) _(FORM_INTEGERS, 1) _(FETCH, 2)                                                                   \
+    _(RING_HEAD, 0) _(RING_FIRST, 64) _(RING_SLOTS, 1024) _(SLOW, 4) _(WARM, 16)
+#define ONE(name, value) name = value,
+enum { CONSTANTS(ONE) };
+#undef ONE
+static const int64_t CHECK = 0x0D1E5EED0D1E5EED;
 
 #ifndef SOURCE
 #define SOURCE "" /* the digest of this file, given by hatch_build.py */
@@ -46,6 +55,31 @@ now(void)
     return value;
 #endif
 }
+
+/* Memory of the page at `address`; NULL where there is none. */
+static inline int64_t *
+in_page(unsigned long long address, size_t offset)
+{
+    return address ? (int64_t *)(uintptr_t)(address + offset) : NULL;
+}
+
+/* Writes a block that ends with its check word; `extra` is in that alone. The stores stay so many, in this order. */
+static inline void
+write_block(int64_t *at, const int64_t *numbers, int count, int64_t extra)
+{
+    volatile int64_t *block = at;
+    int64_t check = CHECK ^ extra;
+    for (int i = 0; i < count; i++) {
+        block[i] = numbers[i];
+        check ^= numbers[i];
+    }
+    block[count] = check;
+}
+
+#define BLOCK(at, extra, ...)                                                                                         \
+    write_block(at, (const int64_t[]){__VA_ARGS__}, sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t), extra)
+
+enum { NOTHING = 1 }; /* the Adler-32 of no samples */
 
 /* Step: the part of `records.Step` that the ordinary step changes. */
 
@@ -225,22 +259,18 @@ typedef struct {
     Py_ssize_t capacity;
     long long limit, attention;
     int64_t *step_word, *phase_block, *batch_block; /* in the status page; NULL: there is none */
-    int64_t check;
 } FastPath;
 
-/* write(address, step, phases, batch, check): where in the status page that is mapped at `address`, 0 for none, the
- * number of the step, the outermost phase and the batch stand (`forensics/layout.py`). */
+/* The status page is mapped at this address; 0: there is none. */
 static PyObject *
-fastpath_write(FastPath *self, PyObject *args)
+fastpath_map(FastPath *self, PyObject *number)
 {
-    unsigned long long address, step, phases, batch;
-    long long check;
-    if (!PyArg_ParseTuple(args, "KKKKL", &address, &step, &phases, &batch, &check))
+    unsigned long long address = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred())
         return NULL;
-    self->step_word = address ? (int64_t *)(uintptr_t)(address + step) : NULL;
-    self->phase_block = address ? (int64_t *)(uintptr_t)(address + phases) : NULL;
-    self->batch_block = address ? (int64_t *)(uintptr_t)(address + batch) : NULL;
-    self->check = check;
+    self->step_word = in_page(address, STEP);
+    self->phase_block = in_page(address, PHASES);
+    self->batch_block = in_page(address, BATCH);
     Py_RETURN_NONE;
 }
 
@@ -248,26 +278,16 @@ fastpath_write(FastPath *self, PyObject *args)
 static inline void
 page_batch(FastPath *self, int64_t epoch, int64_t index, int64_t start)
 {
-    volatile int64_t *block = self->batch_block;
-    if (block != NULL) {
-        block[0] = epoch;
-        block[1] = index;
-        block[2] = start;
-        block[3] = block[4] = 0;
-        block[5] = epoch ^ index ^ start ^ 1 ^ self->check; /* 1: the Adler-32 of nothing */
-    }
+    if (self->batch_block != NULL)
+        BLOCK(self->batch_block, NOTHING, epoch, index, start, 0, FORM_NONE);
 }
 
 /* In the page: the outermost phase is of this kind since `instant`; 0: none is open since then. */
 static inline void
 page_phase(FastPath *self, int64_t kind, int64_t instant)
 {
-    volatile int64_t *block = self->phase_block; /* the stores stay three, in this order */
-    if (block != NULL) {
-        block[0] = kind;
-        block[1] = instant;
-        block[2] = kind ^ instant ^ self->check;
-    }
+    if (self->phase_block != NULL)
+        BLOCK(self->phase_block, 0, kind, instant);
 }
 
 static PyObject *
@@ -312,7 +332,7 @@ static PyMemberDef fastpath_members[] = {
     {NULL}};
 
 static PyMethodDef fastpath_methods[] = {{"follow", (PyCFunction)fastpath_follow, METH_O, NULL},
-                                        {"write", (PyCFunction)fastpath_write, METH_VARARGS, NULL},
+                                        {"map_page", (PyCFunction)fastpath_map, METH_O, NULL},
                                         {NULL}};
 
 static int
@@ -543,23 +563,23 @@ phase_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
     return phase_over(hook, lane, step, hook->kind, subject, start, result);
 }
 
-/* Whether an attribute of a module, a dict, has entries. */
+/* Whether an attribute is true, or has entries; -1 with an exception set. */
 static int
-has_entries(PyObject *module, PyObject *name)
+is_true(PyObject *module, PyObject *name)
 {
-    PyObject *entries = PyObject_GetAttr(module, name);
-    if (entries == NULL)
+    PyObject *value = PyObject_GetAttr(module, name);
+    if (value == NULL)
         return -1;
-    int some = PyObject_IsTrue(entries);
-    Py_DECREF(entries);
-    return some;
+    int answer = PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return answer;
 }
 
 /* Which kind of forward a call of `module` is (borrowed), NULL with an exception set. */
 static PyObject *
 forward_kind(Hook *hook, PyObject *module)
 {
-    int training = has_entries(module, str_training);
+    int training = is_true(module, str_training);
     if (training < 0)
         return NULL;
     if (training) {
@@ -573,9 +593,9 @@ forward_kind(Hook *hook, PyObject *module)
     }
     if (!training)
         return hook->eval_kind;
-    int some = has_entries(module, str_modules);
+    int some = is_true(module, str_modules);
     if (some == 0)
-        some = has_entries(module, str_parameters);
+        some = is_true(module, str_parameters);
     return some < 0 ? NULL : some ? hook->kind : hook->neutral_kind;
 }
 
@@ -772,7 +792,7 @@ typedef struct {
     PyObject *variable;
     long long pid;
     int64_t *phase, *batch, *sample_words, *done, *ring; /* NULL: there is no page */
-    int64_t began, samples_most, ring_slots, fetch_kind, slow, warm, check;
+    int64_t began;
 } Worker;
 
 static PyMemberDef worker_members[] = {
@@ -793,17 +813,15 @@ static PyMemberDef worker_members[] = {
     {"entries", T_OBJECT, offsetof(Worker, entries), 0, NULL},
     {NULL}};
 
-/* write(variable, address, began, phase, batch, samples, samples_most, done, ring, ring_slots, fetch_kind, slow, warm, check):
- * the OpenTelemetry context's variable; when the worker began; where in the memory at `address` what stands (`forensics/layout.py`,
- * `workers/ring.py`); and which fetch is a slow one (`workers/loop.py`). */
+/* map_page(variable, address, began): the OpenTelemetry context's variable; where the status page with the ring behind
+ * it is mapped; when the worker began. */
 static PyObject *
-worker_write(Worker *self, PyObject *args)
+worker_map(Worker *self, PyObject *args)
 {
     PyObject *variable;
-    unsigned long long address, phase, batch, samples, done, ring;
-    long long began, samples_most, ring_slots, fetch_kind, slow, warm, check;
-    if (!PyArg_ParseTuple(args, "OKLKKKLKKLLLLL", &variable, &address, &began, &phase, &batch, &samples, &samples_most, &done,
-                          &ring, &ring_slots, &fetch_kind, &slow, &warm, &check))
+    unsigned long long address;
+    long long began;
+    if (!PyArg_ParseTuple(args, "OKL", &variable, &address, &began))
         return NULL;
     if (!PyContextVar_CheckExact(variable) || !address) {
         PyErr_SetString(PyExc_TypeError, "a ContextVar and an address");
@@ -811,23 +829,17 @@ worker_write(Worker *self, PyObject *args)
     }
     Py_INCREF(variable);
     Py_XSETREF(self->variable, variable);
-    self->phase = (int64_t *)(uintptr_t)(address + phase);
-    self->batch = (int64_t *)(uintptr_t)(address + batch);
-    self->sample_words = (int64_t *)(uintptr_t)(address + samples);
-    self->done = (int64_t *)(uintptr_t)(address + done);
-    self->ring = (int64_t *)(uintptr_t)(address + ring);
+    self->phase = in_page(address, PHASES);
+    self->batch = in_page(address, BATCH);
+    self->sample_words = in_page(address, SAMPLES);
+    self->done = in_page(address, DONE);
+    self->ring = in_page(address, SIZE);
     self->began = began;
-    self->samples_most = samples_most;
-    self->ring_slots = ring_slots;
-    self->fetch_kind = fetch_kind;
-    self->slow = slow;
-    self->warm = warm;
-    self->check = check;
     self->pid = (long long)getpid();
     Py_RETURN_NONE;
 }
 
-static PyMethodDef worker_methods[] = {{"write", (PyCFunction)worker_write, METH_VARARGS, NULL}, {NULL}};
+static PyMethodDef worker_methods[] = {{"map_page", (PyCFunction)worker_map, METH_VARARGS, NULL}, {NULL}};
 
 static int
 worker_traverse(Worker *self, visitproc visit, void *arg)
@@ -910,7 +922,7 @@ worker_samples(Worker *worker, PyObject *samples)
         items = ((PyListObject *)samples)->ob_item;
         count = PyList_GET_SIZE(samples);
     }
-    if (count < 1 || count > worker->samples_most)
+    if (count < 1 || count > SAMPLES_MOST)
         return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         int overflow = 1;
@@ -938,17 +950,9 @@ worker_received(Worker *worker, PyObject *message)
     int64_t count = worker_samples(worker, samples);
     if (count < 0)
         return 0;
-    volatile int64_t *batch = worker->batch, *phase = worker->phase;
     int64_t sum = adler32((const unsigned char *)worker->sample_words, (size_t)count * 8);
-    batch[0] = worker->round;
-    batch[1] = index;
-    batch[2] = start;
-    batch[3] = count;
-    batch[4] = 1; /* FORM_INTEGERS */
-    batch[5] = worker->round ^ index ^ start ^ count ^ 1 ^ sum ^ worker->check;
-    phase[0] = worker->fetch_kind;
-    phase[1] = start;
-    phase[2] = worker->fetch_kind ^ start ^ worker->check;
+    BLOCK(worker->batch, sum, worker->round, index, start, count, FORM_INTEGERS);
+    BLOCK(worker->phase, 0, FETCH, start);
     worker->index = index;
     worker->start = start;
     worker->room = worker->span_limit;
@@ -979,33 +983,19 @@ worker_answers(Worker *worker, PyObject *message)
     if ((long long)getpid() != worker->pid)
         return 0;
     int64_t end = now(), duration = end - worker->start;
-    if (worker->fetches >= worker->warm && duration > worker->slow * worker->mean)
+    if (worker->fetches >= WARM && duration > SLOW * worker->mean)
         return 0;
     worker->fetches++;
-    worker->mean += (duration - worker->mean) / (worker->fetches < worker->warm ? worker->fetches : worker->warm);
-    volatile int64_t *done = worker->done, *phase = worker->phase, *ring = worker->ring;
-    int64_t number = ring[0];
-    volatile int64_t *slot = ring + 8 + 6 * (number % worker->ring_slots);
-    slot[0] = worker->round;
-    slot[1] = worker->index;
-    slot[2] = worker->start;
-    slot[3] = end;
-    slot[4] = number;
-    slot[5] = worker->round ^ worker->index ^ worker->start ^ end ^ number ^ worker->check;
-    __atomic_thread_fence(__ATOMIC_RELEASE);
-    ring[0] = number + 1;
+    int64_t among = worker->fetches < WARM ? worker->fetches : WARM, change = duration - worker->mean;
+    worker->mean += change >= 0 ? change / among : -((-change + among - 1) / among); /* Python's //: downwards */
+    int64_t *head = worker->ring + RING_HEAD / 8, *done = worker->done, number = *head;
+    BLOCK(worker->ring + RING_FIRST / 8 + 6 * (number % RING_SLOTS), 0, worker->round, worker->index, worker->start, end,
+          number);
+    __atomic_store_n(head, number + 1, __ATOMIC_RELEASE);
     int64_t fetches = done[3] + 1, busy = done[4] + duration, since = fetches > 1 ? done[2] : worker->began,
             idle = done[5] + (worker->start - since);
-    done[0] = worker->round;
-    done[1] = worker->index;
-    done[2] = end;
-    done[3] = fetches;
-    done[4] = busy;
-    done[5] = idle;
-    done[6] = worker->round ^ worker->index ^ end ^ fetches ^ busy ^ idle ^ worker->check;
-    phase[0] = 0;
-    phase[1] = end;
-    phase[2] = end ^ worker->check;
+    BLOCK(done, 0, worker->round, worker->index, end, fetches, busy, idle);
+    BLOCK(worker->phase, 0, 0, end);
     worker->fetching = 0;
     Py_INCREF(Py_None);
     Py_XSETREF(worker->samples, Py_None);
@@ -1347,5 +1337,14 @@ PyInit__native(void)
     }
     if (self != NULL && PyModule_AddStringConstant(self, "SOURCE", SOURCE) < 0)
         Py_CLEAR(self);
+#define ONE(name, value)                                                                                              \
+    if (self != NULL && PyModule_AddIntConstant(self, #name, name) < 0)                                               \
+        Py_CLEAR(self);
+    CONSTANTS(ONE)
+#undef ONE
+    PyObject *check = PyLong_FromLongLong(CHECK);
+    if (self != NULL && (check == NULL || PyModule_AddObjectRef(self, "CHECK", check) < 0))
+        Py_CLEAR(self);
+    Py_XDECREF(check);
     return self;
 }

@@ -97,7 +97,7 @@ class Builder:
             self._batches.drain()
             if self._startup is not None and self._run.first_step_end is not None:
                 self._begin_run()
-            closed, decided = self._run.closed, self._run.number
+            closed, decided = self._run.closed, self._run.decided
             while closed:
                 self._build_next()
                 if perf_counter() > until:
@@ -177,7 +177,7 @@ class Builder:
             self._batches.drain(final)
             if final and self._startup is not None and self._run.started:
                 self._begin_run()
-            closed, decided = self._run.closed, self._run.number
+            closed, decided = self._run.closed, self._run.decided
             while closed:
                 if monotonic() > deadline:
                     return False

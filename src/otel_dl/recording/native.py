@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,12 @@ if getattr(sys, "_is_gil_enabled", lambda: True)():
         from otel_dl.recording import _native  # type: ignore[no-redef]
 
 hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
-"""`Phase`, `Forward`, `Next`, `Returned`, `Get` and `Put` of `_native.c`, or None."""
+"""The module `_native`, or None."""
+
+
+def hook(name: str, wanted: bool) -> Callable[..., Any] | None:
+    """`Phase`, `Forward`, `Next`, `Returned`, `Get` or `Put` of `_native.c`, where there is C and it is `wanted`."""
+    return getattr(hooks, name) if hooks is not None and wanted else None
 
 
 if TYPE_CHECKING or _native is None:
@@ -117,8 +123,9 @@ if TYPE_CHECKING or _native is None:
         """The dict of the environment, where somebody looks after it."""
         entries_count = 0
 
-        def write(self, variable: ContextVar[Context], address: int, *places: int) -> None:
-            """What is recorded in C is said in the memory at `address`: see `_native.c`."""
+        def map_page(self, variable: ContextVar[Context], address: int, began: int) -> None:
+            """What is recorded in C is said in the status page that is mapped at `address`, by a worker that began at
+            `began`; `variable` holds the OpenTelemetry context."""
 
     class FastPath:
         """The thread whose steps are simply recorded, and which of them are ordinary."""
@@ -136,9 +143,8 @@ if TYPE_CHECKING or _native is None:
             """The calling thread, whose lane this is, bounds steps from now on; None: nobody does."""
             self.lane = lane
 
-        def write(self, address: int, step: int, phases: int, batch: int, check: int) -> None:
-            """What is recorded in C is said in the status page that is mapped at `address` (0: in none), at these
-            offsets of its layout."""
+        def map_page(self, address: int) -> None:
+            """What is recorded in C is said in the status page that is mapped at `address`; 0: in none."""
 
 else:
     StepState = _native.StepState

@@ -65,6 +65,7 @@ class Run:
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
         self.number = 0
+        """Of the step that is opened next."""
         self._decided_for = -1
         self._head_says = False
         """The head decision for step `_decided_for`."""
@@ -74,7 +75,7 @@ class Run:
         self.started = False
         self.status = Status()
         """Where the thread that bounds steps says what it does now; `on_start` puts the page there."""
-        self.fast.write(0, 0, 0, 0, 0)
+        self.fast.map_page(0)
         self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
         """Batches that other threads read while no step was open; the next one takes them."""
         self._handed_out: Step | None = None
@@ -228,6 +229,12 @@ class Run:
             self.workers.append(event)
         else:
             self.dropped["starts and ends of workers"] += 1
+
+    @property
+    def decided(self) -> int:
+        """Steps before this one are decided. (`number` is behind while ordinary steps become one another.)"""
+        step = self.current
+        return self.number if step is None else step.number
 
     def tell_step(self, words: str) -> int | None:
         """The number of the step that is open, which `words` are about should it fail now; None where none is."""

@@ -13,7 +13,6 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from otel_dl.faults import is_ours
-from otel_dl.forensics import layout
 from otel_dl.forensics.writer import StatusPage, all_ranges
 from otel_dl.log import logger
 from otel_dl.recording import context, ids, native
@@ -83,23 +82,9 @@ class Worker(WorkerState):
         """What reads the batches, for a warning."""
         self._ring = RingWriter(page.tail) if page is not None else None
         self._pid = os.getpid()
-        if page is not None and context.variable is not None and carrier.native:
-            self.write(
-                context.variable,
-                page.address,
-                page.began,
-                layout.PHASES,
-                layout.BATCH,
-                layout.SAMPLES,
-                layout.SAMPLES_MOST,
-                layout.DONE,
-                layout.SIZE,
-                ring.SLOTS,
-                layout.FETCH,
-                SLOW,
-                WARM,
-                layout.CHECK,
-            )
+        # torchdata's answers have another form: Python looks at them.
+        if page is not None and context.variable is not None and not stateful:
+            self.map_page(context.variable, page.address, page.began)
 
     @property
     def batch(self) -> tuple[int, int] | None:
@@ -129,7 +114,7 @@ class Worker(WorkerState):
         head = self.carrier.head
         return head is not None and not isinstance(head, bytes) and batch_sampled(head, self.carrier.nonce, *batch)
 
-    # `Get` and `Put` of `_native.c` do the same for the ordinary fetch.
+    # `Get` and `Put` of `_native.c` do the same for the ordinary fetch; here is what holds in any case.
 
     def received(self, message: Any) -> None:
         """torch's loop was given `message`: (index, what to read), a resumption, or the end."""
@@ -234,7 +219,8 @@ class IndexQueue:
             received(message)
             return message
 
-        self.get = recorded if native.hooks is None else native.hooks.Get(worker, get, received)
+        hook = native.hook("Get", worker.carrier.native)
+        self.get = recorded if hook is None else hook(worker, get, received)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -251,7 +237,8 @@ class DataQueue:
             answers(message)
             return put(message, *args, **kwargs)
 
-        self.put = recorded if native.hooks is None else native.hooks.Put(worker, put, answers)
+        hook = native.hook("Put", worker.carrier.native)
+        self.put = recorded if hook is None else hook(worker, put, answers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
