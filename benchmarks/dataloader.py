@@ -50,7 +50,7 @@ class Case:
         self._patched = patched
         self._run = Run(Settings(), NeverHead())
         self._relay = Relay(self._run)
-        self._folder = StatusFolder(None, ring.SIZE)
+        self._folder = StatusFolder("", ring.SIZE)
         self._watch = Watch(self._run, self._relay, self._folder)
         if patched:
             self._folder.open(self._run.identity)

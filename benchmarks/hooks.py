@@ -63,7 +63,7 @@ def hooked(targets: list[str]) -> Callable[[], Sample]:
             patches = Patches(target)
             if target == "dataloader":
                 relay = Relay(current)
-                dataloader.install(current, patches, relay, Watch(current, relay, StatusFolder(None)))
+                dataloader.install(current, patches, relay, Watch(current, relay, StatusFolder()))
             else:
                 training.INSTALLERS[target](current, patches)
             installed.append(patches)

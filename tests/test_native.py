@@ -290,8 +290,9 @@ def references(in_c: bool) -> tuple[list[int], weakref.ref[Any]]:
 def test_no_reference_is_lost_and_nothing_is_kept_alive() -> None:
     in_python, _ = references(in_c=False)
     in_c, run = references(in_c=True)
-    # Kept steps (those that failed) hold some; one too many in any of 2,500 events would be hundreds.
-    assert all(abs(one - other) < 50 for one, other in zip(in_c, in_python, strict=True)), (in_c, in_python)
+    # Kept steps hold some: those that failed, and on a busy machine slow ones. One too many for each of 500 steps or
+    # more, in any of 2,500 events, would be 500.
+    assert all(abs(one - other) < 300 for one, other in zip(in_c, in_python, strict=True)), (in_c, in_python)
     gc.collect()
     assert run() is None
 

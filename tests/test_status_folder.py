@@ -61,7 +61,7 @@ def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
 
 
 def test_where_none_is_named_it_is_the_runs_own_which_only_its_user_can_read(temporary: Path) -> None:
-    folder = StatusFolder(None)
+    folder = StatusFolder()
     folder.open(IDENTITY)
     (base,) = temporary.iterdir()
     (own,) = base.iterdir()
@@ -75,7 +75,7 @@ def test_a_folder_of_somebody_elses_in_its_place_is_not_trusted(temporary: Path)
     target = temporary / "elsewhere"
     target.mkdir()
     folders.temporary().symlink_to(target)
-    folder = StatusFolder(None)
+    folder = StatusFolder()
     assert isinstance(folder.open(IDENTITY), StatusPage)
     assert names(target) == []
     folder.close(unmap=True)
@@ -86,12 +86,12 @@ def test_what_dead_processes_left_is_bounded(temporary: Path, monkeypatch: pytes
     for number in range(4):
         pid = os.fork()
         if pid == 0:
-            StatusFolder(None).open(IDENTITY._replace(run=f"{number}" * 32))
+            StatusFolder().open(IDENTITY._replace(run=f"{number}" * 32))
             os._exit(0)
         os.waitpid(pid, 0)
         (left,) = folders.temporary().glob(f"{pid}-*")
         os.utime(left, (number, number))
-    folder = StatusFolder(None)
+    folder = StatusFolder()
     folder.open(IDENTITY)
     assert len(names(folders.temporary())) == 3
     folder.close(unmap=True)
@@ -102,11 +102,11 @@ def test_a_session_has_a_page_while_it_lasts(temporary: Path) -> None:
         recorded.run.start()
         (page,) = reader.read_all(next(folders.temporary().iterdir()))
         assert (page.pid, page.run, page.worker) == (os.getpid(), recorded.run.identity.run, None)
-        recorded.run.status.push(8, 5)
+        recorded.run.status.begin(0, 8, 5)
         assert [phase.name for phase in reader.read(page.path).phases] == ["backward"]
         pid = os.fork()
         if pid == 0:
-            recorded.run.status.push(8, 6)  # a child has none until its run begins
+            recorded.run.status.begin(0, 8, 6)  # a child has none until its run begins
             os._exit(0)
         os.waitpid(pid, 0)
         assert len(reader.read(page.path).phases) == 1
@@ -125,7 +125,7 @@ def test_a_filesystem_without_shared_mappings(
     folder = StatusFolder(str(tmp_path))
     status = folder.open(IDENTITY)
     assert not isinstance(status, StatusPage)
-    status.push(8, 5)
+    status.begin(0, 8, 5)
     assert folder.worker("nonce", 0) == ""
     (said,) = caplog.messages
     assert str(tmp_path) in said

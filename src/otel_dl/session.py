@@ -87,7 +87,7 @@ class Session:
         self.set_up_sdk = set_up_sdk
         self.run = Run(settings, AdaptiveHead())
         self.relay = Relay(self.run)
-        self.folder = StatusFolder(keywords.get("directory") or os.environ.get("OTEL_DL_DIR") or None, ring.SIZE)
+        self.folder = StatusFolder(settings.directory, ring.SIZE)
         self.watch = Watch(self.run, self.relay, self.folder)
         self._connection: Connection | None = None
         self._builder: Builder | None = None

@@ -19,6 +19,9 @@ from otel_dl.log import logger
 
 _PREFIX = "OTEL_DL_"
 
+FILES_FOLDER = "otel-dl-traces"
+"""Where files of traces go that were given no folder, in the one that the job runs in."""
+
 _said: set[tuple[object, ...]] = set()
 
 
@@ -86,7 +89,11 @@ class Settings:
 
     enabled: bool = _setting(True, "OTEL_DL_ENABLED", BOOLEAN, "false: nothing is patched, nothing is exported")
     directory: str = _setting(
-        "otel-dl-traces", "OTEL_DL_DIR", TEXT, "folder of status pages, and of the files that `otel_dl_file` writes"
+        "",
+        "OTEL_DL_DIR",
+        TEXT,
+        f"folder of status pages and of the files that `otel_dl_file` writes; not set: files in {FILES_FOLDER}, pages"
+        " in a private one under the system's temporary folder",
     )
     jaeger_url: str = _setting("", "OTEL_DL_JAEGER_URL", URL, "makes trace ids in messages and summaries links")
     exit_delay: float = _setting(

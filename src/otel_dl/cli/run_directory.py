@@ -7,10 +7,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from otel_dl.settings import FILES_FOLDER
+
 
 def default() -> Path:
     """A folder of its own for each run, named by the time in the local zone."""
-    return Path("otel-dl-traces") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path(FILES_FOLDER) / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def prepare(directory: Path) -> str:

@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otel_dl.descriptors import Descriptor
 from otel_dl.export.otlp_json import encode
 from otel_dl.log import logger
-from otel_dl.settings import Settings
+from otel_dl.settings import FILES_FOLDER, Settings
 
 _REMEDIES = {
     errno.ENOSPC: "free some space",
@@ -70,7 +70,7 @@ class FileSpanExporter(SpanExporter):
             file_max_files=max_files,
         )
         # Absolute, because a training script may change its working directory.
-        self.directory = Path(settings.directory or "otel-dl-traces").absolute()
+        self.directory = Path(settings.directory or FILES_FOLDER).absolute()
         self.removed_spans = 0
         """Spans that were written and went again with the oldest rotated files."""
         self._max_bytes = settings.file_max_bytes

@@ -42,7 +42,7 @@ from otel_dl.export.user_spans import CurrentRun, UserSpanProcessor, UserSpanSam
 from otel_dl.log import logger
 from otel_dl.recording.ids import SecretsIdGenerator
 from otel_dl.recording.keep import AdaptiveHead, Head, NeverHead
-from otel_dl.settings import Settings
+from otel_dl.settings import FILES_FOLDER, Settings
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -275,7 +275,7 @@ def exporters(settings: Settings) -> list[_Exporter]:
                 ", ".join(names(EXPORTERS)),
             )
         elif known == FILES:
-            chosen.append(_Exporter(name, settings.directory, lambda: _files(settings)))
+            chosen.append(_Exporter(name, settings.directory or FILES_FOLDER, lambda: _files(settings)))
         else:
             chosen.append(_Exporter(name, _endpoint(known), lambda found=found: found.load()()))
     return chosen

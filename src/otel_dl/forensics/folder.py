@@ -33,13 +33,13 @@ def temporary() -> Path:
 
 
 class StatusFolder:
-    """Makes and removes pages. `configured` is the folder that the user named, None where there is none; behind each
+    """Makes and removes pages. `configured` is the folder that the user named, "" where there is none; behind each
     worker's page there are `tail` bytes for others.
 
     A page that can't be made is said once; from then on the run goes on without pages.
     """
 
-    def __init__(self, configured: str | None, tail: int = 0) -> None:
+    def __init__(self, configured: str = "", tail: int = 0) -> None:
         self._configured = configured
         self._tail = tail
         self._begin()
@@ -88,12 +88,12 @@ class StatusFolder:
 
     def _folder(self, identity: Identity) -> str:
         if not self._path:
-            if self._configured is not None:
+            if self._configured:
                 path = Path(self._configured).absolute()
             else:
                 path = _private(temporary()) / f"{os.getpid()}-{identity.run[-_RUN_DIGITS:]}"
             self._made = not path.exists()
-            path.mkdir(0o777 if self._configured is not None else 0o700, parents=True, exist_ok=True)
+            path.mkdir(0o777 if self._configured else 0o700, parents=True, exist_ok=True)
             self._path = str(path)
         return self._path
 

@@ -309,8 +309,7 @@ class StepSpan(context.DerivedSpan):
     """Stands for a step in the context."""
 
     def __init__(self, run: Run, step: Step, outer: Context) -> None:
-        self.sampled = step.head
-        self.outer = outer
+        super().__init__(step.head, outer)
         self._run = run
         self.step: Step | None = step
 

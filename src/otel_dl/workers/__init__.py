@@ -1,7 +1,8 @@
-"""What runs inside a DataLoader worker, and the pipe through which it reports to its parent.
+"""What runs inside a DataLoader worker, and how it reports to its parent.
 
-    parent: carrier (what a worker is given)  ──fork, or pickled──▶  worker: entry, loop, spans
-    parent: relay  ◀──pipe, in the form of wire──  worker: writer
+    parent: carrier (what a worker is given)  ──fork, or pickled──▶  worker: entry, loop, environment, spans
+    parent: relay  ◀──memory behind its status page──  worker: ring     an ordinary fetch
+    parent: relay  ◀──pipe, in the form of wire──  worker: writer       errors, the user's own spans
 
-A worker starts no thread and exports nothing: what it has to say leaves by the pipe.
+A worker starts no thread and exports nothing.
 """
