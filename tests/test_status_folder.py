@@ -111,7 +111,7 @@ def test_a_session_has_a_page_while_it_lasts(temporary: Path) -> None:
         os.waitpid(pid, 0)
         assert len(reader.read(page.path).phases) == 1
     assert names(folders.temporary()) == []
-    recorded.run.status.pop(7)
+    recorded.run.status.end(0, 7)
 
 
 def test_a_filesystem_without_shared_mappings(
