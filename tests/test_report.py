@@ -16,6 +16,9 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
 from otel_dl.export.file import FileSpanExporter
+from otel_dl.forensics import layout
+from otel_dl.forensics.writer import create
+from otel_dl.recording.identity import Identity
 from otel_dl.viewing.reading import Reading, Span, read_spans
 from otel_dl.viewing.summary import Summary, summarize
 from otel_dl.viewing.text import render_reading, render_summary
@@ -181,40 +184,131 @@ class TestReading:
         assert span.attributes["dl.step"] == 7
 
 
-def loaded(run: Run, *, wait: float, busy: float) -> None:
-    """100 steps of 10 ms, `wait` of it for data; two workers, one of which takes three times as long."""
-    run.span("dataloader.start_workers", 999, 5, dl__worker__count=2, dl__shm__free_bytes=64 * 2**20)
-    for number in range(100):
-        step = run.step(number, 10)
-        run.span("dataloader.next", number + 1, 10 * wait, parent=step, dl__queue__depth=number % 3)
-        worker = number % 2
-        attributes = {"dl__worker__id": worker, "dl__worker__pid": 70 + worker, "dl__batch__index": number}
-        if number == 41:
-            attributes["dl__sample__indices"] = "82-83"
-        run.span("dataloader.fetch", 1000 + number, 18 if worker else 6, **attributes)
-    for worker in range(2):
-        life = {"dl__worker__busy_ms": 1000 * busy, "dl__worker__idle_ms": 1000 * (1 - busy)}
-        run.span("dataloader.worker", 999, 1000, dl__worker__id=worker, dl__worker__end="finished", **life)
+def loaded(
+    run: Run, *, wait: float, busy: float, steps: int = 100, epochs: int = 1, ready_ms: float = 0, fetch_ms: float = 6,
+    slow_ms: float = 18, start_ms: float = 0, rare_ms: float = 0, workers: int = 2,
+) -> None:  # fmt: skip
+    """`steps` steps of 10 ms in `epochs` epochs, of which `wait` is for data; workers that start anew in each, of which
+    the last takes `slow_ms` a batch, not `fetch_ms`. The first of an epoch waits `start_ms` more; where `rare_ms` is
+    given only each 20th batch is waited for, and takes so long."""
+    length = steps // epochs
+    for number in range(steps):
+        epoch, place = divmod(number, length)
+        worker = place % workers
+        if place == 0:
+            run.span("dataloader.start_workers", 999, 5, dl__worker__count=workers, dl__shm__free_bytes=64 * 2**20)
+        rare = rare_ms if number % 20 == 19 else 0
+        took = rare or (slow_ms if worker == workers - 1 else fetch_ms)
+        shorter = fetch_ms < slow_ms and workers > 1
+        waited = rare if rare_ms else 10 * wait * ((1.5 if worker else 0.5) if shorter else 1)
+        extra = start_ms if place == 0 else 0
+        step = run.step(number, 10 + rare + extra)
+        batch: dict[str, Any] = {
+            "dl__worker__id": worker,
+            "dl__worker__pid": 70 + epoch * workers + worker,
+            "dl__batch__index": place,
+        }
+        known: dict[str, Any] = {
+            "dl__queue__depth": number % 3,
+            "dl__fetch__duration_ms": float(took),
+            "dl__fetch__ready_ms": ready_ms,
+        }
+        run.span("dataloader.next", number + 1, waited + extra, parent=step, **batch, **known)
+        samples: dict[str, Any] = {"dl__sample__indices": "82-83"} if number == 41 else {}
+        run.span("dataloader.fetch", 1000 + number, took, **batch, **samples)
+    for worker in range(workers * epochs):
+        life: dict[str, Any] = {"dl__worker__busy_ms": 1000 * busy, "dl__worker__idle_ms": 1000 * (1 - busy)}
+        run.span("dataloader.worker", 999, 1000, dl__worker__id=worker % workers, dl__worker__end="finished", **life)
+
+
+def said(label: str, run: Run) -> str:
+    lines = render_summary(summary_of(run)).splitlines()
+    return next((line for line in lines if line.startswith(label + " ")), "")
 
 
 class TestLoading:
+    def test_more_workers_would_not_help_steps_that_hardly_wait(self) -> None:
+        run = Run()
+        loaded(run, wait=0.05, busy=0.9)
+        line = said("More workers", run)
+        assert "would not help: steps wait for data 5.0% of their time, the 2 workers read 90.0% of theirs" in line
+        assert not said("Waiting", run)
+
+    def test_more_workers_would_help_where_reading_is_the_limit_and_from_what_it_follows(self) -> None:
+        run = Run()
+        loaded(run, wait=0.4, busy=0.95, fetch_ms=12, slow_ms=12)
+        line = said("More workers", run)
+        assert "Reading is the limit: a batch takes 12 ms in a worker, a step computes in 6 ms;" in line
+        assert "steps wait for data 40.0% of their time, the 2 workers read 95.0% of theirs" in line
+
     @pytest.mark.parametrize(
-        ("wait", "busy", "advice"),
+        ("how", "cause"),
         [
-            (0.05, 0.9, "would not help: steps wait"),
-            (0.4, 0.95, "would help, about 3 could keep up if there are processors for them: steps wait"),
-            (0.4, 0.1, "would not help, it is something else that the steps wait for: steps wait"),
+            ({"wait": 0.4}, "75.0% of the waiting is for batches of a slow worker, see above"),
+            ({"wait": 0.1, "epochs": 20, "slow_ms": 1, "fetch_ms": 1, "start_ms": 30}, "workers were started 20 times"),
+            ({"wait": 0.4, "ready_ms": 3.0}, "100.0% of the waiting is for batches that had been read before"),
+            ({"wait": 0.4, "slow_ms": 6, "rare_ms": 80}, "100.0% of the waiting is for batches that took over 4 times"),
+            ({"wait": 0.4, "slow_ms": 6}, "what for is not known from these traces"),
         ],
     )
-    def test_whether_more_workers_would_help_and_from_what_it_follows(
-        self, wait: float, busy: float, advice: str
-    ) -> None:
+    def test_what_steps_wait_for_while_workers_are_idle(self, how: dict[str, Any], cause: str) -> None:
         run = Run()
-        loaded(run, wait=wait, busy=busy)
-        text = render_summary(summary_of(run))
-        line = next(line for line in text.splitlines() if line.startswith("More workers"))
-        assert advice in line
-        assert f"{wait:.1%} of their time, the 2 workers read {busy:.1%} of theirs" in line
+        loaded(run, busy=0.1, **how)
+        assert cause in said("Waiting", run)
+        assert not said("More workers", run)
+
+    def test_busy_workers_are_not_too_few_where_batches_lie_ready(self) -> None:
+        run = Run()
+        loaded(run, wait=0.4, busy=0.95, ready_ms=3)
+        assert "had been read before" in said("Waiting", run)
+
+    def test_persistent_workers_are_not_advised_where_workers_were_started_once(self) -> None:
+        run = Run()
+        loaded(run, wait=0.1, busy=0.1, steps=25, start_ms=100)
+        assert "not known" in said("Waiting", run)
+
+    def test_a_few_steps_say_nothing_of_what_they_wait_for(self) -> None:
+        run = Run()
+        loaded(run, wait=0.4, busy=0.95, steps=19)
+        assert not said("Waiting", run)
+        assert not said("More workers", run)
+
+    def test_workers_of_another_loader_count_for_nothing(self) -> None:
+        """They are idle while the training waits for those of its own, and read other data."""
+        run = Run()
+        loaded(run, wait=0.4, busy=0.95, fetch_ms=12, slow_ms=12)
+        for number in range(10):
+            batch: dict[str, Any] = {
+                "dl__loader__id": 7,
+                "dl__worker__id": 0,
+                "dl__worker__pid": 500,
+                "dl__batch__index": number,
+            }
+            run.span("dataloader.fetch", 5000 + number, 90, **batch)
+        run.span("dataloader.worker", 999, 1, dl__loader__id=7, dl__worker__busy_ms=1.0, dl__worker__idle_ms=1e6)
+        assert "Reading is the limit: a batch takes 12 ms" in said("More workers", run)
+        assert not said("Slow worker", run)
+
+    def test_one_worker(self) -> None:
+        run = Run()
+        loaded(run, wait=0.4, busy=0.95, workers=1)
+        assert "the one worker reads 95.0% of its" in said("More workers", run)
+
+    def test_a_slow_worker_is_found_though_it_is_another_process_each_epoch(self) -> None:
+        run = Run()
+        loaded(run, wait=0.1, busy=0.5, epochs=25)
+        lines = [line for line in render_summary(summary_of(run)).splitlines() if "the others" in line]
+        (line,) = lines
+        assert "(100 batches by 2 workers)" in said("Batch reading", run)
+        assert "worker 1 (25 processes, the last: pid " in line
+        assert "median 18 ms a batch, the others 6 ms" in line
+
+    def test_a_slow_worker_of_one_rank_is_told_from_those_of_others(self) -> None:
+        runs = [Run(rank=0), Run(rank=1)]
+        for run in runs:
+            loaded(run, wait=0.1, busy=0.5, workers=1, slow_ms=18 if run.rank else 6)
+        text = render_summary(summary_of(*runs))
+        assert "rank 1 worker 0 (pid 70): median 18 ms a batch, the others 6 ms" in text
 
     def test_which_worker_and_which_samples_are_slow(self) -> None:
         run = Run()
@@ -282,7 +376,7 @@ class TestSummary:
         )
         text = render_summary(summary)
         assert "data wait 20.0%, forward 25.0%, backward 30.0%, optimizer 10.0%, zero_grad 5.0%, other 10.0%" in text
-        assert "(of the time of these 1 step)" in text
+        assert "(of the time of this step)" in text
 
     def test_children_may_be_read_before_their_step(self) -> None:
         run = Run()
@@ -316,7 +410,12 @@ class TestSummary:
         assert [step.error_type for step in summary.failed] == ["torch.OutOfMemoryError"]
         text = render_summary(summary)
         assert "torch.OutOfMemoryError: step 4" in text
-        assert "ValueError in 1 span dataloader.fetch" in text
+        assert "ValueError in 1 dataloader.fetch span" in text
+
+    def test_a_failed_worker_is_told_as_a_worker(self) -> None:
+        run = Run()
+        run.span("dataloader.worker", 99, 3, error="exit", dl__worker__id=0)
+        assert "Failed         1 worker ended: exit" in render_summary(summary_of(run))
 
     def test_batches_read_by_workers_and_by_the_training_process_are_told_apart(self) -> None:
         run = Run()
@@ -424,3 +523,48 @@ class TestCommand:
         done = report(tmp_path / "missing")
         assert done.returncode == 1
         assert f"{tmp_path / 'missing'} cannot be read: No such file or directory" in done.stderr
+
+
+def status(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "otel_dl.cli", "status", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def dead_page(path: Path, began: int) -> None:
+    """As of a process that began then and was killed."""
+    path.parent.mkdir(parents=True)
+    create(str(path), identity=Identity(run="0" * 31 + "1", rank=0, local_rank=0, world_size=1, attempt=0))
+    with path.open("r+b") as file:
+        file.seek(layout.PID)
+        file.write(layout.PROCESS_STRUCT.pack(2**22 + 1, 1, 0, began))
+
+
+class TestStatus:
+    def test_runs_without_a_folder_newest_first_with_when_they_began_and_how_they_go(self, tmp_path: Path) -> None:
+        base = tmp_path / f"otel-dl-{os.getuid()}"
+        for name, hour in (("1-b", 1), ("2-c", 3), ("3-a", 2)):
+            dead_page(base / name / "1.status", EPOCH + hour * 3600 * 10**9)
+        done = status(TMPDIR=str(tmp_path), TZ="UTC")
+        heads = [line for line in done.stdout.splitlines() if line.startswith(str(base))]
+        assert heads == [
+            f"{base / '2-c'}: began 2023-11-15 01:13:20",
+            f"{base / '3-a'}: began 2023-11-15 00:13:20",
+            f"{base / '1-b'}: began 2023-11-14 23:13:20",
+        ]
+        assert "all but the latest 32 folders" in done.stderr
+        assert "rm -r DIR" in done.stderr
+        assert done.returncode == 0
+
+    def test_a_folder_with_traces_and_no_pages_leads_to_the_report(self, tmp_path: Path) -> None:
+        assert "otel-dl report" not in status(str(tmp_path)).stderr
+        run = Run()
+        run.step(0, 10)
+        FileSpanExporter(tmp_path).export(run.spans)
+        done = status(str(tmp_path))
+        assert f"`otel-dl report {tmp_path}` says how workers ended" in done.stderr
+        assert done.returncode == 1

@@ -12,9 +12,9 @@ import click
 
 from otel_dl.cli import job, run_directory
 from otel_dl.cli.progress import Progress
-from otel_dl.forensics.folder import temporary
-from otel_dl.forensics.reader import read_all
-from otel_dl.forensics.report import lines
+from otel_dl.forensics.folder import KEPT, temporary
+from otel_dl.forensics.reader import Page, read_all
+from otel_dl.forensics.report import began, lines, when
 from otel_dl.settings import URL, Settings
 from otel_dl.viewing.reading import Reading, read_spans
 from otel_dl.viewing.summary import summarize
@@ -118,26 +118,43 @@ def report(directory: Path, jaeger: str | None) -> None:
 def status(directory: Path | None) -> None:
     """Print what each process of a run does, or had in hand when it died, from the status pages in DIR.
 
-    DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, the runs that were given none. A process
-    that ended in order leaves no page. The exit status is 0 when there were some and 1 when there were none.
+    DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, the runs that were given none, the
+    newest first. A process that ended in order leaves no page. The exit status is 0 when there were some and 1 when
+    there were none.
     """
-    folders = [directory] if directory is not None else sorted(temporary().glob("*/"))
-    found = 0
-    for folder in folders:
+    found: list[tuple[Path, list[Page]]] = []
+    for folder in [directory] if directory is not None else temporary().glob("*/"):
         try:
             pages = read_all(folder)
         except OSError as error:
             _say(f"otel-dl: {folder} cannot be read: {error.strerror}.")
             continue
-        if pages and directory is None:
-            click.echo(f"{folder}:")
+        if pages:
+            found.append((folder, pages))
+    for folder, pages in sorted(found, key=lambda each: began(each[1]), reverse=True):
+        if directory is None:
+            click.echo(f"{folder}: began {when(began(pages))}" if began(pages) else f"{folder}: has not begun")
         for line in lines(pages):
             click.echo(line)
-        found += len(pages)
+    if directory is None and any(page.alive() is False for _, pages in found for page in pages):
+        _say(
+            "otel-dl: what dead processes left is removed as later runs begin, all but the latest"
+            f" {KEPT} folders. To remove one now in which nothing runs: rm -r DIR"
+        )
     if not found:
         where = directory or temporary()
-        _say(f"otel-dl: there are no status pages in {where}: what was started there has not begun, or ended in order.")
+        _say(
+            f"otel-dl: there are no status pages in {where}: what was started there has not begun, or ended in order."
+            + _traces(directory)
+        )
     sys.exit(0 if found else 1)
+
+
+def _traces(directory: Path | None) -> str:
+    """Where to look on, in a folder with traces but without pages: the end of a worker is in the traces."""
+    if directory is None or next(directory.glob("*.jsonl"), None) is None:
+        return ""
+    return f" `otel-dl report {shlex.quote(str(directory))}` says how workers ended."
 
 
 def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, err: bool) -> bool:

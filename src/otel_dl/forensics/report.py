@@ -15,6 +15,15 @@ def lines(pages: Sequence[Page]) -> list[str]:
     return [f"{_who(page)} {_state(page)} {_doing(page)}{_when(page)}" for page in pages]
 
 
+def began(pages: Sequence[Page]) -> int:
+    """When the first of their processes began, in ns since the epoch; 0: none has."""
+    return min((page.epoch for page in pages if page.pid), default=0)
+
+
+def when(nanoseconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(nanoseconds / 1e9))
+
+
 def _who(page: Page) -> str:
     worker = f" worker {page.worker}" if page.worker is not None else ""
     pid = f"pid {page.pid}" if page.pid else f"a process that pid {page.parent} started"
@@ -46,5 +55,4 @@ def _doing(page: Page) -> str:
 def _when(page: Page) -> str:
     if not page.pid:
         return ""
-    since = (page.epoch + page.last() - page.began) / 1e9
-    return f"; last event {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}"
+    return f"; last event {when(page.epoch + page.last() - page.began)}"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import math
 import statistics
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -24,11 +23,21 @@ WAIT_MATTERS: Final = 0.1
 """The share of a step's time from which on waiting for data is worth a change."""
 BUSY: Final = 0.8
 """The share of their time from which on workers count as busy."""
+STEPS_LEAST: Final = 20
+"""Steps that tell what they wait for; of fewer, most are the start."""
+SLOW_BATCH: Final = 4
+"""A batch is slow that took so many times the median to read."""
+CAUSE: Final = 0.5
+"""The share of the waiting from which on something is named as what is waited for."""
 
 
 class SlowWorker(NamedTuple):
+    rank: int
     worker: int
     pid: int
+    """The last of its processes."""
+    processes: int
+    """Workers that do not persist are a process anew each epoch."""
     median_ns: float
     others_ns: float
 
@@ -45,20 +54,54 @@ class More(Enum):
     NO_WAIT = "no"
     """The steps hardly wait for data."""
     YES = "yes"
-    IDLE = "no, idle"
-    """The steps wait although the workers have time: for something else than reading."""
+    """Reading is the limit: the steps wait, and the workers are busy."""
+    NOT_SHOWN = "not shown"
+    """The steps wait, and the number of workers is not what is shown to be the reason."""
+
+
+class Cause(Enum):
+    """What most of the waiting was for."""
+
+    START = "start"
+    """The first batches of an epoch that started its workers anew, beside reading them."""
+    HANDOVER = "handover"
+    """The batch had been read when it was asked for."""
+    SLOW_WORKER = "slow worker"
+    SLOW_BATCHES = "slow batches"
+    UNKNOWN = "unknown"
 
 
 class Advice(NamedTuple):
     more: More
+    cause: Cause
+    share: float
+    """Of the waiting, that `cause` explains."""
     wait: float
     """Share of the steps' time that they waited for data."""
     busy: float
     """Share of their time that the workers were reading."""
     workers: int
     """Those of one loader that run at a time."""
-    wanted: int
-    """How many could keep up with the steps, as long as there are processors for them."""
+    starts: int
+    """How often they were started."""
+    fetch_ns: float
+    """Reading a batch, in a worker, the mean."""
+    computing_ns: float
+    """What a step does beside waiting, the mean."""
+
+
+class _Wait(NamedTuple):
+    """One `dataloader.next`."""
+
+    step: str
+    loader: Any
+    worker: tuple[Any, ...] | None
+    place: int
+    duration_ns: int
+    fetch_ns: float | None
+    """None: not known."""
+    ready: bool
+    """Whether the batch had been read before it was asked for."""
 
 
 class Loading(NamedTuple):
@@ -80,63 +123,161 @@ class Collector:
     """Takes the spans of a run in any order."""
 
     def __init__(self) -> None:
+        # A worker is (run, loader, rank, number), whatever its process: workers that do not persist get a new one each
+        # epoch. A loader is its first two: it has the same number in every rank.
         self._by_worker: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+        self._processes: defaultdict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
+        """Of each worker its pids, with the latest instant of each."""
         self._fetches: list[SlowFetch] = []
-        self._busy = self._idle = 0.0
-        self._workers = 0
+        self._lives: defaultdict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        """Of each loader's workers: busy, idle."""
+        self._workers: dict[Any, int] = {}
+        self._starts: Counter[tuple[Any, Any]] = Counter()
+        """By loader and rank."""
         self._free: list[int] = []
+        self._waits: list[_Wait] = []
         self._ready: list[int] = []
         self._died: list[str] = []
 
     def add(self, span: Span) -> None:
         said = span.attributes
-        if span.name == SpanName.FETCH and "dl.worker.id" in said:
-            who = span.resource.get("host.name"), said.get("dl.worker.pid", 0), said["dl.worker.id"]
-            self._by_worker[who].append(span.duration_ns)
+        rank = span.resource.get("dl.rank", 0)
+        loader = span.resource.get("dl.run.id"), said.get("dl.loader.id")
+        worker = (*loader, rank, said["dl.worker.id"]) if "dl.worker.id" in said else None
+        if span.name == SpanName.FETCH and worker is not None:
+            self._by_worker[worker].append(span.duration_ns)
+            processes, pid = self._processes[worker], said.get("dl.worker.pid", 0)
+            processes[pid] = max(processes.get(pid, 0), span.end_ns)
             samples = said.get("dl.sample.indices")
             if samples and not span.failed:
                 self._fetches.append(SlowFetch(span.duration_ns, samples, said["dl.worker.id"]))
                 self._fetches = heapq.nlargest(SLOWEST, self._fetches)
         elif span.name == SpanName.WORKER:
-            self._busy += said.get("dl.worker.busy_ms", 0.0)
-            self._idle += said.get("dl.worker.idle_ms", 0.0)
+            self._lives[loader][0] += said.get("dl.worker.busy_ms", 0.0)
+            self._lives[loader][1] += said.get("dl.worker.idle_ms", 0.0)
             if span.message and len(self._died) < DIED:
                 self._died.append(span.message)
         elif span.name == SpanName.START_WORKERS:
-            self._workers = max(self._workers, said.get("dl.worker.count", 0))
+            self._workers[loader] = max(self._workers.get(loader, 0), said.get("dl.worker.count", 0))
+            self._starts[loader, rank] += 1
             if "dl.shm.free_bytes" in said:
                 self._free.append(said["dl.shm.free_bytes"])
-        elif span.name == SpanName.NEXT and "dl.queue.depth" in said:
-            self._ready.append(said["dl.queue.depth"])
+        elif span.name == SpanName.NEXT:
+            if "dl.queue.depth" in said:
+                self._ready.append(said["dl.queue.depth"])
+            fetch_ms = said.get("dl.fetch.duration_ms")
+            self._waits.append(
+                _Wait(
+                    span.parent_id,
+                    loader,
+                    worker,
+                    said.get("dl.batch.index", -1),
+                    span.duration_ns,
+                    None if fetch_ms is None else fetch_ms * 1e6,
+                    said.get("dl.fetch.ready_ms", 0) > 0,
+                )
+            )
 
-    def result(self, step_ns: float | None, wait: float | None) -> Loading:
-        """`step_ns`: the median time of a step, of which the share `wait` is waiting for data."""
-        lived = self._busy + self._idle
-        busy = self._busy / lived if lived else None
+    def result(self, steps: Mapping[str, int], wait: float) -> Loading:
+        """`steps`: how long each step took that counts, by its span; of their time the share `wait` is waiting."""
+        slow = self._slow_workers()
         return Loading(
-            busy=busy,
+            busy=_busy(self._lives.values()),
             free_shm=min(self._free, default=None),
             ready=statistics.median(self._ready) if self._ready else None,
-            slow_workers=self._slow_workers(),
+            slow_workers=heapq.nlargest(SLOWEST, slow.values(), key=lambda each: each.median_ns),
             slow_fetches=self._fetches,
             died=self._died,
-            advice=self._advice(step_ns, wait, busy),
+            advice=self._advice(steps, wait, slow),
         )
 
-    def _slow_workers(self) -> list[SlowWorker]:
+    def _slow_workers(self) -> Mapping[tuple[Any, ...], SlowWorker]:
+        """Each is compared with the other workers of its loader, in all ranks: another loader reads other data."""
         medians = {who: statistics.median(times) for who, times in self._by_worker.items() if len(times) >= SLOW_LEAST}
-        slow: list[SlowWorker] = []
+        loaders: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
         for who, median in medians.items():
-            others = [other for key, other in medians.items() if key != who]
+            loaders[who[:2]].append(median)
+        slow: dict[tuple[Any, ...], SlowWorker] = {}
+        for who, median in medians.items():
+            others = loaders[who[:2]].copy()
+            others.remove(median)
             if others and median > SLOW_FACTOR * statistics.median(others):
-                slow.append(SlowWorker(who[2], who[1], median, statistics.median(others)))
-        return heapq.nlargest(SLOWEST, slow, key=lambda each: each.median_ns)
+                pids = self._processes[who]
+                last = max(pids, key=pids.__getitem__)
+                slow[who] = SlowWorker(who[2], who[3], last, len(pids), median, statistics.median(others))
+        return slow
 
-    def _advice(self, step_ns: float | None, wait: float | None, busy: float | None) -> Advice | None:
-        times = [duration for each in self._by_worker.values() for duration in each]
-        if step_ns is None or wait is None or busy is None or not self._workers or not times:
+    def _advice(
+        self, steps: Mapping[str, int], wait: float, slow: Mapping[tuple[Any, ...], SlowWorker]
+    ) -> Advice | None:
+        waits = [each for each in self._waits if each.step in steps]
+        if len(steps) < STEPS_LEAST or not waits:
             return None
-        computing = step_ns * (1 - wait)
-        wanted = math.ceil(statistics.mean(times) / computing) if computing else self._workers
-        more = More.NO_WAIT if wait < WAIT_MATTERS else More.YES if busy >= BUSY else More.IDLE
-        return Advice(more, wait, busy, self._workers, max(wanted, self._workers + 1) if more is More.YES else wanted)
+        # Of several loaders, the one that the steps wait for: the workers of another may well be idle meanwhile.
+        by_loader: Counter[Any] = Counter()
+        for each in waits:
+            by_loader[each.loader] += each.duration_ns
+        loader = max(by_loader, key=by_loader.__getitem__)
+        times = [time for who, each in self._by_worker.items() if who[:2] == loader for time in each]
+        busy = _busy([self._lives[loader]])
+        workers = self._workers.get(loader)
+        if busy is None or not workers or not times:
+            return None
+        starts = max((count for (whose, _), count in self._starts.items() if whose == loader), default=0)
+        first = workers if starts > 1 else 0
+        cause, share = _cause(waits, first, frozenset(slow), SLOW_BATCH * statistics.median(times))
+        if wait < WAIT_MATTERS:
+            more = More.NO_WAIT
+        elif busy >= BUSY and cause not in (Cause.START, Cause.HANDOVER):
+            more = More.YES
+        else:
+            more = More.NOT_SHOWN
+        return Advice(
+            more,
+            cause,
+            share,
+            wait,
+            busy,
+            workers,
+            starts,
+            statistics.mean(times),
+            max(0.0, statistics.mean(steps.values()) * (1 - wait)),
+        )
+
+
+def _busy(lives: Iterable[Sequence[float]]) -> float | None:
+    busy = idle = 0.0
+    for life in lives:
+        busy += life[0]
+        idle += life[1]
+    return busy / (busy + idle) if busy + idle else None
+
+
+def _cause(
+    waits: Iterable[_Wait], first: int, slow: Collection[tuple[Any, ...]], slow_ns: float
+) -> tuple[Cause, float]:
+    """What most of the waiting was for, and its share. The `first` batches of an epoch wait for their workers to start;
+    those that took over `slow_ns` to read are slow."""
+    parts: Counter[Cause] = Counter()
+    for wait in waits:
+        left = wait.duration_ns
+        if wait.worker is None or wait.fetch_ns is None:
+            parts[Cause.UNKNOWN] += left
+            continue
+        if wait.ready:
+            parts[Cause.HANDOVER] += left
+            continue
+        if 0 <= wait.place < first:
+            start = max(0, left - round(wait.fetch_ns))
+            parts[Cause.START] += start
+            left -= start
+        if wait.worker in slow:
+            parts[Cause.SLOW_WORKER] += left
+        elif wait.fetch_ns > slow_ns:
+            parts[Cause.SLOW_BATCHES] += left
+        else:
+            parts[Cause.UNKNOWN] += left
+    whole = parts.total()
+    cause = max(parts, key=parts.__getitem__, default=Cause.UNKNOWN)
+    share = parts[cause] / whole if whole else 0.0
+    return (cause, share) if share >= CAUSE else (Cause.UNKNOWN, 0.0)

@@ -85,7 +85,7 @@ class Fetches(NamedTuple):
 
     times: Distribution
     workers: int
-    """Worker processes that read them; 0: the training processes did."""
+    """Workers that read them, each counted once though it is another process each epoch; 0: the training processes."""
 
 
 class Evaluation(NamedTuple):
@@ -122,7 +122,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
     phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
     by_workers: list[int] = []
     by_training: list[int] = []
-    workers: set[tuple[object, object]] = set()
+    workers: set[tuple[object, ...]] = set()
     runs: dict[str, None] = {}
     failed_elsewhere: Counter[tuple[str, str]] = Counter()
     loading = Collector()
@@ -142,7 +142,8 @@ def summarize(spans: Iterable[Span]) -> Summary:
         elif span.name == SpanName.FETCH:
             if "dl.worker.id" in span.attributes:
                 by_workers.append(span.duration_ns)
-                workers.add((span.resource.get("host.name"), span.attributes.get("dl.worker.pid")))
+                loader, worker = span.attributes.get("dl.loader.id"), span.attributes["dl.worker.id"]
+                workers.add((_text(span, "dl.run.id"), loader, _number(span, "dl.rank"), worker))
             else:
                 by_training.append(span.duration_ns)
         elif span.name == SpanName.EVAL:
@@ -173,8 +174,8 @@ def summarize(spans: Iterable[Span]) -> Summary:
         ],
         failed_elsewhere=failed_elsewhere,
         loading=loading.result(
-            times.steps.median_ns if times is not None else None,
-            times.shares[PARTS[SpanName.NEXT]] if times is not None else None,
+            {step.span_id: step.duration_ns for step in _even(steps)},
+            times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,
         ),
         user_spans=user_spans,
         dropped=dropped,
@@ -220,8 +221,7 @@ def _total(steps: Iterable[Step]) -> int:
 
 
 def _times(steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]]) -> Times:
-    by_head = [step for step in steps if step.keep_reason == KeepReason.HEAD]
-    chosen = by_head or steps
+    chosen = _even(steps)
     whole = sum(step.duration_ns for step in chosen)
     parts: Counter[str] = Counter(dict.fromkeys(PARTS.values(), 0))
     for step in chosen:
@@ -229,7 +229,16 @@ def _times(steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]]) -> Ti
     # Phases of several threads may overlap: then there is no other time, and the shares add up to more than 1.
     parts[OTHER] = max(0, whole - parts.total())
     shares = {part: nanoseconds / whole if whole else 0.0 for part, nanoseconds in parts.items()}
-    return Times(_distribution([step.duration_ns for step in chosen]), bool(by_head), shares)
+    return Times(
+        _distribution([step.duration_ns for step in chosen]),
+        any(step.keep_reason == KeepReason.HEAD for step in chosen),
+        shares,
+    )
+
+
+def _even(steps: Sequence[Step]) -> Sequence[Step]:
+    """Those kept by the head sampler, an even sample; all where there are none such."""
+    return [step for step in steps if step.keep_reason == KeepReason.HEAD] or steps
 
 
 def _distribution(durations: Sequence[int]) -> Distribution:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from otel_dl.viewing.loading import Advice, Loading, More
+from otel_dl.semconv import SpanName
+from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
 from otel_dl.viewing.summary import Distribution, Rank, Step, Summary, Times
 
 _LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
+_IN_ORDER = "as batches are handed out in order, unless in_order=False"
 
 
 def render_summary(summary: Summary, jaeger_url: str = "") -> str:
@@ -37,7 +39,8 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
     yield "Steps", _steps(summary)
     if summary.times is not None:
         yield "Step time", f"{_distribution(summary.times.steps)} ({_basis(summary.times)})"
-        yield "Time went to", _shares(summary.times.shares) + f" (of the time of these {_count(summary.times)})"
+        these = "this step" if summary.times.steps.size == 1 else f"these {_count(summary.times)}"
+        yield "Time went to", _shares(summary.times.shares) + f" (of the time of {these})"
     if len(summary.ranks) > 1:
         for rank in summary.ranks[:_RANKS_SHOWN]:
             yield "Ranks", _rank(rank)
@@ -50,7 +53,7 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
             "Batch reading",
             f"{_distribution(fetches.times)} ({batches} batch{_plural(batches, 'es')} by {by})",
         )
-    yield from _loading_rows(summary.loading)
+    yield from _loading_rows(summary.loading, len(summary.ranks) > 1)
     if summary.evaluation.stretches:
         stretches = summary.evaluation.stretches
         yield (
@@ -65,13 +68,17 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
     if len(summary.failed) > _FAILED_SHOWN:
         yield "Failed", f"and {len(summary.failed) - _FAILED_SHOWN} more steps"
     for (name, error_type), count in summary.failed_elsewhere.items():
-        yield "Failed", f"{error_type or 'error'} in {count} span{_plural(count)} {name}"
+        error = error_type or "error"
+        if name == SpanName.WORKER:
+            yield "Failed", f"{count} worker{_plural(count)} ended: {error}"
+        else:
+            yield "Failed", f"{error} in {count} {name} span{_plural(count)}"
     if summary.user_spans:
         yield "Own spans", f"{summary.user_spans:,} of the script's own"
     yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
 
 
-def _loading_rows(loading: Loading) -> Iterator[tuple[str, str]]:
+def _loading_rows(loading: Loading, several_ranks: bool) -> Iterator[tuple[str, str]]:
     parts: list[str] = []
     if loading.busy is not None:
         parts.append(f"busy {_percent(loading.busy)} of their time")
@@ -84,25 +91,57 @@ def _loading_rows(loading: Loading) -> Iterator[tuple[str, str]]:
     for slow in loading.slow_workers:
         yield (
             "Slow worker",
-            f"worker {slow.worker} (pid {slow.pid}): median {_duration(slow.median_ns)} a batch,"
+            f"{_worker(slow, several_ranks)}: median {_duration(slow.median_ns)} a batch,"
             f" the others {_duration(slow.others_ns)}",
         )
     for fetch in loading.slow_fetches:
         yield "Slow samples", f"{fetch.samples}: {_duration(fetch.duration_ns)} in worker {fetch.worker}"
     if loading.advice is not None:
-        yield "More workers", _advice(loading.advice)
+        yield from _advice_rows(loading.advice)
     for words in loading.died:
         yield "Died", words
 
 
-def _advice(advice: Advice) -> str:
-    because = f"steps wait for data {_percent(advice.wait)} of their time, the {advice.workers} workers read"
-    because += f" {_percent(advice.busy)} of theirs"
-    if advice.more is More.YES:
-        return f"would help, about {advice.wanted} could keep up if there are processors for them: {because}"
-    if advice.more is More.IDLE:
-        return f"would not help, it is something else that the steps wait for: {because}"
-    return f"would not help: {because}"
+def _worker(slow: SlowWorker, several_ranks: bool) -> str:
+    rank = f"rank {slow.rank} " if several_ranks else ""
+    processes = f"{slow.processes} processes, the last: " if slow.processes > 1 else ""
+    return f"{rank}worker {slow.worker} ({processes}pid {slow.pid})"
+
+
+def _advice_rows(advice: Advice) -> Iterator[tuple[str, str]]:
+    wait = f"steps wait for data {_percent(advice.wait)} of their time"
+    read = "the one worker reads" if advice.workers == 1 else f"the {advice.workers} workers read"
+    read += f" {_percent(advice.busy)} of {'its' if advice.workers == 1 else 'theirs'}"
+    if advice.more is More.NO_WAIT:
+        yield "More workers", f"would not help: {wait}, {read}"
+    elif advice.more is More.YES:
+        yield (
+            "More workers",
+            "would help where processors and storage have room for them. Reading is the limit: a batch takes"
+            f" {_duration(advice.fetch_ns)} in a worker, a step computes in {_duration(advice.computing_ns)};"
+            f" {wait}, {read}",
+        )
+    else:
+        yield "Waiting", f"{wait}, {read}: {_cause(advice)}"
+
+
+def _cause(advice: Advice) -> str:
+    share = f"{_percent(advice.share)} of the waiting is"
+    if advice.cause is Cause.START:
+        return (
+            f"{share} for the first batches of an epoch, beside reading them; workers were started {advice.starts}"
+            " times: persistent_workers=True keeps them"
+        )
+    if advice.cause is Cause.HANDOVER:
+        return f"{share} for batches that had been read before, until they are taken over from the worker"
+    if advice.cause is Cause.SLOW_WORKER:
+        return f"{share} for batches of a slow worker, see above: it holds up all others, {_IN_ORDER}"
+    if advice.cause is Cause.SLOW_BATCHES:
+        return (
+            f"{share} for batches that took over {SLOW_BATCH} times the median to read: one holds up all after it,"
+            f" {_IN_ORDER}"
+        )
+    return "what for is not known from these traces"
 
 
 def _reading_rows(reading: Reading) -> Iterator[tuple[str, str]]:
