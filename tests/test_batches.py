@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -180,3 +181,41 @@ def test_a_webdataset() -> None:
         for _ in range(2):
             assert train(otel_dl.loader(source)) == [1, 2, 3]
     assert places(recorded) == [(0, epoch, place) for epoch in range(2) for place in range(3)]
+
+
+class Prefetcher:
+    """Its own iterator, which each `iter()` begins again, as hand-written loaders are."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        self.left = 0
+
+    def __iter__(self) -> Prefetcher:
+        self.left = 3
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("recorded_too", [False, True])
+def test_what_is_its_own_iterator_begins_again_with_each_loop(recorded_too: bool) -> None:
+    source = Prefetcher()
+    with recording() as recorded:
+        if not recorded_too:
+            recorded.finish()
+        batches = otel_dl.loader(source)
+        assert [list(batches) for _ in range(3)] == [[2, 1, 0]] * 3
+        assert len(batches) == 3
+        batches.epoch = 7
+        assert source.epoch == 7
+        assert operator.length_hint(otel_dl.loader(iter([1, 2, 3]))) == 3
+        assert otel_dl.loader([1, 2])[0] == 1
+        assert list(copy.deepcopy(iter(otel_dl.loader([1, 2])))) == [1, 2]

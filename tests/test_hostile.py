@@ -335,3 +335,38 @@ def test_an_exception_thrown_into_our_code_from_outside_is_the_users() -> None:
         thrown = error.with_traceback(None)
     assert not is_ours(thrown)
     assert is_ours(ValueError())
+
+
+@pytest.mark.parametrize(("name", "lost"), [("SIGCHLD", 0), ("SIGALRM", 1)])
+def test_a_signal_handler_that_raises_while_the_process_ends_takes_no_trace_away(
+    name: str, lost: int, tmp_path: Path
+) -> None:
+    """As torch's of SIGCHLD does for a worker that has died. It strikes as our functions are called; another signal's
+    handler may so come into the middle of closing the last step."""
+    done = hostile(
+        tmp_path,
+        f"""
+import atexit
+calls = struck = 0
+
+def raises(number, frame):
+    global struck
+    struck += 1
+    raise RuntimeError("a worker is killed")
+
+def strike(frame, event, argument):
+    global calls
+    if event == "call" and "otel_dl" in frame.f_code.co_filename:
+        calls += 1
+        if calls % 50 == 7 and calls < 600:
+            signal.raise_signal(signal.{name})
+
+signal.signal(signal.{name}, raises)
+atexit.register(sys.setprofile, strike)
+raise ValueError("the user fails")
+""",
+    )
+    assert done.code == 1
+    assert "a fault of ours" not in done.stderr
+    steps = [span for span in read_spans(Reading(tmp_path / "traces")) if span.name == "train.step"]
+    assert 16 - lost <= len(steps) <= 16

@@ -205,11 +205,18 @@ class TestAsAFunction:
             assert weakref.ref(hook)() is hook
         assert nn.Module.__call__ is original
 
-    def test_it_is_pickled_as_what_it_stands_for_and_copied_as_itself(self) -> None:
+    def test_it_is_pickled_by_its_name_or_as_what_it_stands_for_and_copied_as_itself(self) -> None:
         original = nn.Module.__call__
         with recording():
             hook = nn.Module.__call__
-            assert pickle.loads(pickle.dumps(hook)) is original
+            named = pickle.dumps(hook)
+            assert pickle.loads(named) is hook
+            function = type(iter(DataLoader(Points(2)))).__next__
+            assert pickle.loads(pickle.dumps(function)) is function
+        assert pickle.loads(named) is original
+        with recording():
+            assert pickle.loads(pickle.dumps(hook)) is original  # another one stands there now
+            hook = nn.Module.__call__
             assert copy.copy(hook) is copy.deepcopy(hook) is hook
 
     def test_keywords_and_wrong_arguments_arrive(self) -> None:

@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from multiprocessing import util as multiprocessing_util
 from time import monotonic, sleep
 from typing import Final
@@ -29,6 +29,7 @@ from weakref import WeakSet
 
 from otel_dl import threads
 from otel_dl.descriptors import Descriptor
+from otel_dl.faults import is_ours
 from otel_dl.log import logger
 from otel_dl.settings import Settings
 
@@ -145,7 +146,8 @@ class Ending:
             return
         if self._began_to_end.acquire(blocking=False):
             try:
-                self._call_end(self._settings.exit_delay, error)
+                with _held(signal.SIGCHLD):
+                    self._call_end(self._settings.exit_delay, error)
             finally:
                 self._ended.set()
             if type(error) is KeyboardInterrupt:
@@ -156,10 +158,21 @@ class Ending:
         self.uninstall()
 
     def _call_end(self, delay: float, error: BaseException | None) -> None:
-        try:
-            self._end(delay, error)
-        except Exception:
-            logger.warning("otel-dl: a fault of ours at the end of the process. Please report it.", exc_info=True)
+        deadline = monotonic() + delay
+        while True:
+            try:
+                self._end(max(0.0, deadline - monotonic()), error)
+                return
+            except Exception as raised:
+                if is_ours(raised):
+                    logger.warning(
+                        "otel-dl: a fault of ours at the end of the process. Please report it.", exc_info=True
+                    )
+                    return
+                # A signal handler of somebody's raised it: what is left to do is done all the same.
+                logger.debug("otel-dl: the end of the process was interrupted", exc_info=True)
+                if monotonic() > deadline:
+                    return
 
     # SIGTERM.
 
@@ -276,6 +289,25 @@ class Ending:
         end = monotonic() + self._settings.term_delay + 2 * _MARGIN
         while monotonic() < end:
             sleep(_MARGIN)
+
+
+@contextlib.contextmanager
+def _held(number: int) -> Generator[None]:
+    """A Python handler of this signal runs behind what is done here. That of SIGCHLD is torch's, which raises for a
+    worker that has died, wherever the main thread is; the process ends of it already."""
+    came: list[int] = []
+    handler = signal.getsignal(number)
+    held = callable(handler) and threading.current_thread() is threading.main_thread()
+    if held:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        if held:
+            signal.signal(number, handler)
+        if came and callable(handler):
+            with contextlib.suppress(Exception):
+                handler(number, None)
 
 
 def _high(pipe: tuple[int, int]) -> tuple[Descriptor, Descriptor]:

@@ -33,10 +33,20 @@ class Memory:
                 raise OSError(number, os.strerror(number), path)
         finally:
             os.close(descriptor)
+        self.path = path
         self.size = size
         self.address: int = address
         """0 once it is closed."""
         self.view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+    @property
+    def whole(self) -> bool:
+        """Whether the file is as long as the mapping, or is gone: a look behind the end of one that somebody has cut is
+        SIGBUS."""
+        try:
+            return os.stat(self.path).st_size >= self.size
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Takes the mapping away. What is written to `view` from now on, taken anew, is lost."""

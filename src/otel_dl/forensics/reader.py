@@ -69,6 +69,8 @@ class Page(NamedTuple):
     error: str
     phases: tuple[Phase, ...] | None
     """Those that are open, outermost first; None: not known."""
+    idle_since: int
+    """When the last phase ended, where none is open; 0: not known."""
     batch: Batch | None
     done: Done | None
 
@@ -81,6 +83,7 @@ class Page(NamedTuple):
         """The time of the last event that it tells of."""
         return max(
             self.began,
+            self.idle_since,
             *(phase.start for phase in self.phases or ()),
             self.batch.start if self.batch is not None else 0,
             self.done.end if self.done is not None else 0,
@@ -140,6 +143,7 @@ def decode(data: bytes, path: str = "") -> Page | None:
         end=End(end) if end in set(End) else End.NONE,
         error=_text(error),
         phases=_phases(data),
+        idle_since=_idle_since(data),
         batch=_batch(data),
         done=Done._make(done) if (done := _block(layout.DONE_STRUCT, data, layout.DONE)) is not None else None,
     )
@@ -165,6 +169,11 @@ def _phases(data: bytes) -> tuple[Phase, ...] | None:
             break
         phases.append(Phase(kind, layout.NAMES_OF_PHASES.get(kind, "an unknown phase"), start))
     return tuple(phases)
+
+
+def _idle_since(data: bytes) -> int:
+    block = _block(layout.PHASE_STRUCT, data, layout.PHASES)
+    return block[1] if block is not None and block[0] == 0 else 0
 
 
 def _batch(data: bytes) -> Batch | None:

@@ -35,15 +35,23 @@ if TYPE_CHECKING:
     from otel_dl.workers.relay import Relay
 
 
-_begun: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Iterators that have an `Info`, by id."""
+_begun: list[weakref.ref[Any]] = []
+"""Iterators that have an `Info`. Without callbacks: Python swallows what a signal handler raises in one."""
+
+
+def _remember(iterator: Any) -> None:
+    if len(_begun) >= 64:
+        _begun[:] = [reference for reference in _begun if reference() is not None]
+    _begun.append(weakref.ref(iterator))
 
 
 def _forget_earlier_runs() -> None:
     """An iterator that began under an earlier run is older than this one: its loader's number was that run's, and
     nobody reads what its workers report."""
-    for iterator in list(_begun.values()):
-        iterator.__dict__.pop(INFO, None)
+    for reference in _begun:
+        iterator = reference()
+        if iterator is not None:
+            iterator.__dict__.pop(INFO, None)
     _begun.clear()
 
 
@@ -145,7 +153,7 @@ def _install_iterators(patches: Patches, dataloader: Any, loaders: Loaders, star
             watch_order(type(iterator))
         info.loader, info.epoch = loaders.epoch(loader)
         setattr(iterator, INFO, info)
-        _begun[id(iterator)] = iterator
+        _remember(iterator)
 
     def begin_again(iterator: Any, loader: Any) -> None:
         info: Info | None = getattr(iterator, INFO)
@@ -239,7 +247,7 @@ def _install_batches(run: Run, patches: Patches, loaders: Loaders, watch: Watch)
         info.alone = True
         info.loader, info.epoch = loaders.epoch(loader)
         setattr(batches, INFO, info)
-        _begun[id(batches)] = batches
+        _remember(batches)
 
     @functools.wraps(original_init)
     def __init__(self: Any, loader: Any, iterator: Any) -> None:

@@ -270,6 +270,8 @@ class Watch:
         step = self._run.tell_step(text)
         for life, _ in said:
             life.step = step
+        if f"otel-dl: {text}" in getattr(error, "__notes__", ()):
+            return  # torch's handler of SIGCHLD raised it, and now it has left `next()`
         add_note: Callable[[str], None] | None = getattr(error, "add_note", None)
         if add_note is None:  # Python 3.10
             logger.error("otel-dl: %s.", text)

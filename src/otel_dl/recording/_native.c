@@ -499,7 +499,14 @@ call_failed(Hook *hook, PyObject *kind, PyObject *subject, long long start)
         answer = PyObject_CallFunctionObjArgs(hook->failed, kind, subject, reading, error, NULL);
     Py_XDECREF(reading);
     if (answer == NULL) { /* a signal handler of the user's raised meanwhile */
-        Py_DECREF(error);
+        PyObject *raised = take_exception();
+        PyObject *context = PyException_GetContext(raised);
+        if (context == NULL && raised != error)
+            PyException_SetContext(raised, error);
+        else
+            Py_DECREF(error);
+        Py_XDECREF(context);
+        put_exception(raised);
         return;
     }
     Py_DECREF(answer);
@@ -563,6 +570,17 @@ phase_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
     return phase_over(hook, lane, step, hook->kind, subject, start, result);
 }
 
+/* An attribute could not be had: whether it is just missing, which is cleared. What a signal handler raised meanwhile
+ * stays, and is the caller's. */
+static int
+no_attribute(void)
+{
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError))
+        return 0;
+    PyErr_Clear();
+    return 1;
+}
+
 /* Whether an attribute is true, or has entries; -1 with an exception set. */
 static int
 is_true(PyObject *module, PyObject *name)
@@ -615,21 +633,26 @@ forward_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames
                 Py_DECREF(compiled);
                 return PyObject_VectorcallMethod(str_call_impl, args, nargsf, kwnames);
             }
-            if (compiled == NULL)
-                PyErr_Clear();
+            if (compiled == NULL && !no_attribute())
+                return NULL;
             Py_XDECREF(compiled);
         }
         return PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
     }
     Step *step = ordinary(hook->fast, lane);
-    PyObject *kind = step == NULL ? NULL : forward_kind(hook, module);
-    /* Attributes of a module may be anything, and looking at them may have done anything. */
-    if (kind == NULL || lane->step != (PyObject *)step || lane->kinds) {
-        PyErr_Clear();
+    if (step == NULL)
         return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
-    }
     Py_INCREF(lane);
     Py_INCREF(step);
+    PyObject *kind = forward_kind(hook, module);
+    /* Attributes of a module may be anything, and looking at them may have done anything. */
+    if (kind == NULL || lane->step != (PyObject *)step || lane->kinds) {
+        Py_DECREF(step);
+        Py_DECREF(lane);
+        if (kind == NULL && !no_attribute())
+            return NULL;
+        return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+    }
     lane->kinds = PyLong_AsLong(kind);
     long long start = now();
     page_phase(hook->fast, lane->kinds, start);
@@ -705,18 +728,18 @@ next_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
     if (step == NULL || !step->stepped || !step->plain || step->number + 1 >= fast->attention
         || PyVectorcall_NARGS(nargsf) != 1 || kwnames != NULL)
         return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
-    PyObject *iterator = args[0];
+    Py_INCREF(lane);
+    Py_INCREF(step);
+    PyObject *iterator = args[0], *result = NULL;
     PyObject *source = PyObject_GetAttr(iterator, str_source);
+    if (source == NULL && !no_attribute())
+        goto done;
     long long start = now();
     if (source == NULL || !PyObject_TypeCheck(source, &SourceType) || start - step->start > fast->limit
         || lane->step != (PyObject *)step) {
-        PyErr_Clear();
-        Py_XDECREF(source);
-        return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+        result = PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
+        goto done;
     }
-    Py_INCREF(lane);
-    Py_INCREF(step);
-    PyObject *result = NULL;
     if (again(fast, step, start) < 0 && own_fault(hook) < 0)
         goto done;
     if (!((Source *)source)->alone) {
@@ -744,7 +767,7 @@ next_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 done:
     Py_DECREF(step);
     Py_DECREF(lane);
-    Py_DECREF(source);
+    Py_XDECREF(source);
     return result;
 }
 
@@ -938,7 +961,7 @@ worker_samples(Worker *worker, PyObject *samples)
 static int
 worker_received(Worker *worker, PyObject *message)
 {
-    if (worker->fetching || worker->phase == NULL || !PyTuple_CheckExact(message) || PyTuple_GET_SIZE(message) != 2
+    if ((long long)getpid() != worker->pid || worker->fetching || worker->phase == NULL || !PyTuple_CheckExact(message) || PyTuple_GET_SIZE(message) != 2
         || !PyLong_CheckExact(PyTuple_GET_ITEM(message, 0)) || !worker_span_unasked(worker))
         return 0;
     int overflow;
@@ -1202,10 +1225,25 @@ hook_bind(PyObject *self, PyObject *instance, PyObject *owner)
     return PyMethod_New(self, instance);
 }
 
-/* Pickled as what stood there: what is patched here is not patched where it is read again. */
+/* Pickled by its name where that is where it stands, as a function is; else as what stood there, for what is patched
+ * here is not patched where it is read again. */
 static PyObject *
 hook_reduce(Hook *self, PyObject *Py_UNUSED(ignored))
 {
+    PyObject *module = PyObject_GetAttrString((PyObject *)self, "__module__");
+    PyObject *name = PyObject_GetAttrString((PyObject *)self, "__qualname__");
+    PyObject *parts = name == NULL ? NULL : PyObject_CallMethod(name, "split", "s", ".");
+    PyObject *found = module == NULL ? NULL : PyImport_GetModule(module);
+    for (Py_ssize_t i = 0; found != NULL && parts != NULL && i < PyList_GET_SIZE(parts); i++)
+        Py_SETREF(found, PyObject_GetAttr(found, PyList_GET_ITEM(parts, i)));
+    int there = found == (PyObject *)self && parts != NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(parts);
+    Py_XDECREF(found);
+    if (there)
+        return name;
+    Py_XDECREF(name);
+    PyErr_Clear();
     return Py_BuildValue("O(O)", copy, self->original); /* a copy of a function is the function */
 }
 

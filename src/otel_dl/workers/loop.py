@@ -118,6 +118,8 @@ class Worker(WorkerState):
 
     def received(self, message: Any) -> None:
         """torch's loop was given `message`: (index, what to read), a resumption, or the end."""
+        if os.getpid() != self._pid:
+            return  # a dataset forked, and this process goes on as the worker: whose page and ring these are
         start = clock()
         if self.fetching:
             self._leave()  # it was passed over: the iteration had ended
@@ -138,7 +140,7 @@ class Worker(WorkerState):
 
         It is written before the batch is, so it has arrived when the parent has the batch.
         """
-        if not self.fetching or type(message) is not tuple:
+        if not self.fetching or type(message) is not tuple or os.getpid() != self._pid:
             return
         index, data = cast("tuple[Any, Any]", message)
         if index != self.index:

@@ -258,7 +258,11 @@ class Relay:
 
     def _read_ring(self, pipe: _Pipe) -> None:
         reader = pipe.ring
-        if reader is None:
+        if reader is None or pipe.memory is None:
+            return
+        if not pipe.memory.whole:
+            self.dropped["status pages of workers, cut by others"] += 1
+            pipe.close()
             return
         nonce, worker, fetches = pipe.nonce, (pipe.worker, reader.pid), self._fetches
         for round, index, start, end in reader.read():
