@@ -172,6 +172,14 @@ os.kill(os.getpid(), signal.{name})
         assert b"Missing argument 'COMMAND...'" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "hint"), [("SIGKILL", True), ("SIGSEGV", False)])
+def test_a_job_that_is_killed_is_said_to_be(name: str, hint: bool, tmp_path: Path) -> None:
+    done = run(sys.executable, script(tmp_path, TRACED + f"import os, signal; os.kill(os.getpid(), signal.{name})"))
+    assert done.returncode == -getattr(signal, name)
+    assert f"the job was killed by {name}; what it had not exported is lost".encode() in done.stderr
+    assert (b"dmesg" in done.stderr) == hint
+
+
 class TestSignals:
     WAIT = """
 import signal, sys, time

@@ -238,3 +238,17 @@ def test_the_step_that_fails_is_the_right_one_also_where_steps_are_only_recorded
     assert failed.attributes["dl.step"] == steps
     assert life.parent.span_id == failed.context.span_id
     assert "SIGKILL" in failed.status.description
+
+
+def test_an_init_function_that_raises_blames_no_samples() -> None:
+    from torch.utils.data import DataLoader
+
+    def init(number: int) -> None:
+        raise ValueError("no room for this worker")
+
+    with recording():
+        with pytest.raises(ValueError, match="no room") as raised:
+            next(iter(DataLoader(list(range(8)), batch_size=2, num_workers=1, worker_init_fn=init)))
+        notes = "".join(getattr(raised.value, "__notes__", []))
+        assert "ValueError" in notes
+        assert "samples" not in notes

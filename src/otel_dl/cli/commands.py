@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, ar
         shown = progress is not False and sys.stderr.isatty()
         ended = job.run(arguments, job.environment_for_files(directory), line.draw if shown else None)
     if ended.started:
+        _say_killed(-ended.status)
         again = f"otel-dl report {shlex.quote(str(directory))}"
         _say("")
         try:
@@ -155,6 +157,16 @@ def _traces(directory: Path | None) -> str:
     if directory is None or next(directory.glob("*.jsonl"), None) is None:
         return ""
     return f" `otel-dl report {shlex.quote(str(directory))}` says how workers ended."
+
+
+_DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+
+
+def _say_killed(number: int) -> None:
+    """By a signal that leaves a process no time for its traces."""
+    if number in _DEADLY:
+        hint = " The kernel does that when memory runs out: `dmesg` says." if number == signal.SIGKILL else ""
+        _say(f"otel-dl: the job was killed by {signal.Signals(number).name}; what it had not exported is lost.{hint}")
 
 
 def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, err: bool) -> bool:

@@ -78,6 +78,8 @@ class Worker(WorkerState):
         self.span_limit = carrier.span_limit
         self.environment: Environment | None = None
         """Where OTEL_DL_RESTORE_ENV says so."""
+        self.init_failed = False
+        """Whether the user's worker_init_fn raised."""
         self.reader = ""
         """What reads the batches, for a warning."""
         self._ring = RingWriter(page.tail) if page is not None else None
@@ -161,7 +163,9 @@ class Worker(WorkerState):
         elif kind == "_IterableDatasetStopIteration":
             read = False
         duration = end - self.start
-        if error or (self.fetches >= WARM and duration > SLOW * self.mean):
+        if self.init_failed:
+            samples = ""  # torch hands over what its init function raised in the place of the first batch
+        elif error or (self.fetches >= WARM and duration > SLOW * self.mean):
             samples = all_ranges(self.samples)
         self.fetches += 1
         self.mean += (duration - self.mean) // min(self.fetches, WARM)
@@ -317,6 +321,9 @@ def _restoring(worker: Worker, environment: Environment, init: Callable[[int], A
     def initialise(number: int) -> Any:
         try:
             return init(number)
+        except BaseException:
+            worker.init_failed = True
+            raise
         finally:
             try:
                 environment.restore(initialiser(init))
