@@ -29,7 +29,7 @@ from weakref import WeakSet
 
 from otel_dl import threads
 from otel_dl.descriptors import Descriptor
-from otel_dl.faults import is_ours
+from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
 from otel_dl.settings import Settings
 
@@ -158,20 +158,21 @@ class Ending:
         self.uninstall()
 
     def _call_end(self, delay: float, error: BaseException | None) -> None:
-        deadline = monotonic() + delay
+        left, deadline = delay, monotonic() + delay
         while True:
             try:
-                self._end(max(0.0, deadline - monotonic()), error)
+                self._end(left, error)
                 return
             except Exception as raised:
-                if is_ours(raised):
+                if not from_signal_handler(raised):
                     logger.warning(
                         "otel-dl: a fault of ours at the end of the process. Please report it.", exc_info=True
                     )
                     return
-                # A signal handler of somebody's raised it: what is left to do is done all the same.
+                # What is left to do is done all the same.
                 logger.debug("otel-dl: the end of the process was interrupted", exc_info=True)
-                if monotonic() > deadline:
+                left = deadline - monotonic()
+                if left < 0:
                     return
 
     # SIGTERM.

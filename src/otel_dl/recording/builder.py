@@ -13,7 +13,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Final, Protocol
 
 from otel_dl import threads
-from otel_dl.faults import is_ours
+from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
 from otel_dl.recording.records import Evaluation, Step, WorkerLife
 from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
@@ -124,7 +124,7 @@ class Builder:
         try:
             self._sink.offer(self._build(trace))
         except Exception as error:
-            if not is_ours(error):  # a signal handler's, where the main thread builds
+            if from_signal_handler(error):  # where the main thread builds
                 self._run.closed.appendleft(trace)
                 raise
             self._fault(error)
@@ -189,7 +189,7 @@ class Builder:
             self._leftovers(decided + 2 if final else decided)
             return True
         except Exception as error:
-            if not is_ours(error):
+            if from_signal_handler(error):
                 raise
             self._fault(error)
             return False
