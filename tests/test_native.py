@@ -300,6 +300,9 @@ def test_no_reference_is_lost_and_nothing_is_kept_alive() -> None:
     # Kept steps hold some: those that failed, and on a busy machine slow ones. One too many for each of 500 steps or
     # more, in any of 2,500 events, would be 500.
     assert all(abs(one - other) < 300 for one, other in zip(in_c, in_python, strict=True)), (in_c, in_python)
+    for thread in threading.enumerate():
+        if thread.name.startswith("otel-dl"):
+            thread.join(10)  # it was told to end, and holds the run until it does
     gc.collect()
     assert run() is None
 
