@@ -9,6 +9,7 @@ import inspect
 import os
 import pickle
 import shutil
+import signal
 import sys
 import sysconfig
 import threading
@@ -461,3 +462,33 @@ def test_what_a_worker_tells_is_what_it_tells_in_python(stateful: bool, tmp_path
     in_c, in_python = reported(True, stateful, tmp_path), reported(False, stateful, tmp_path)
     assert in_c == in_python
     assert sum(fetch is not None for fetch in in_c[1][:-2]) == 13
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+def test_what_a_signal_handler_raises_while_a_modules_attributes_are_looked_at_arrives(in_c: bool) -> None:
+    """Those of a scripted module, or a property, are Python code, in which Ctrl-C may come."""
+
+    class Interrupted(Picky):
+        armed = False
+
+        @property
+        def training(self) -> bool:
+            if self.armed:
+                type(self).armed = False
+                signal.raise_signal(signal.SIGINT)
+            return True
+
+        @training.setter
+        def training(self, mode: bool) -> None:
+            pass
+
+    seed()
+    model = Interrupted(6, 3)
+    optimizer = sgd(model)
+    done = 0
+    with recording(native=in_c), pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for x, y in DataLoader(Points(200), batch_size=4):
+            Interrupted.armed = done == 20
+            update(model, optimizer, x, y)
+            done += 1
+    assert done == 20

@@ -15,12 +15,13 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from otel_dl.forensics import writer as status_pages
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.keep import AdaptiveHead
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
 from otel_dl.workers import relay as relays
-from otel_dl.workers import wire
+from otel_dl.workers import ring, wire
 from otel_dl.workers.relay import Relay
 from otel_dl.workers.writer import Writer
 
@@ -268,3 +269,14 @@ def test_a_process_that_the_worker_forked_writes_nothing(relay: Relay) -> None:
         os._exit(writer.write(wire.FETCH, fetch(0)))
     assert os.waitpid(pid, 0)[1] == 0
     assert relay.take(("nonce", 0, 0)) is None
+
+
+def test_a_page_that_somebody_has_cut_is_looked_at_no_more(relay: Relay, tmp_path: Path) -> None:
+    """A look behind its end would be SIGBUS."""
+    path = tmp_path / "a.status"
+    status_pages.create(str(path), relay._run.identity, worker=0, nonce="n", tail=ring.SIZE)
+    relay.open("n", 1, [str(path)])
+    os.truncate(path, 0)
+    relay.drain()
+    assert relay.dropped["status pages of workers, cut by others"] == 1
+    relay.drain()
