@@ -1,7 +1,7 @@
 """ns that each hook adds to a call, beside the floor: two readings of the clock and one append.
 
 The calls are those of a small training loop, each hook alone, torch running in between: what a hook costs with cold
-caches is what it costs.
+caches is what it costs. Each step is made an ordinary one beforehand, as it is where all hooks are there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from otel_dl.patches import dataloader, training
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
 from otel_dl.recording.keep import NeverHead
+from otel_dl.recording.records import clock
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
 from otel_dl.workers.relay import Relay
@@ -54,8 +55,34 @@ def epoch(before: Callable[[], None]) -> Callable[[], Sample]:
     return run
 
 
-def hooked(targets: list[str]) -> Callable[[], Sample]:
+def ordinary(current: Run, next_too: bool) -> Callable[[], None]:
+    """Makes the step that is open one in which phases are simply recorded; `next_too`: and which the next one follows.
+
+    It costs the same in the case that the others are held against.
+    """
+    lane = current.local.lane
+
+    def prepare() -> None:
+        if current.stepper is None:
+            current.stepper = lane
+        step = lane.step
+        if step is None:
+            lane.step = step = current.open(clock(), batch=True, former=frozenset())
+        step.settled = step.batch = step.plain = step.stepped = True
+        if not next_too:
+            step.records.clear()
+
+    return prepare
+
+
+def hooked(targets: list[str], extra: Callable[[], None] = lambda: None) -> Callable[[], Sample]:
+    """An epoch with these hooks, and a call of `extra` in each step."""
     current = Run(Settings(), NeverHead())
+    prepare = ordinary(current, "dataloader" in targets)
+
+    def before() -> None:
+        prepare()
+        extra()
 
     def run() -> Sample:
         installed: list[Patches] = []
@@ -68,8 +95,9 @@ def hooked(targets: list[str]) -> Callable[[], Sample]:
                 training.INSTALLERS[target](current, patches)
             installed.append(patches)
         try:
-            return epoch(lambda: None)()
+            return epoch(before)()
         finally:
+            current.finish()  # its step leaves the OpenTelemetry context to the next case's
             for patches in reversed(installed):
                 patches.restore()
 
@@ -88,7 +116,7 @@ def floor() -> None:
 
 if __name__ == "__main__":
     print(machine())
-    cases: dict[str, Callable[[], Sample]] = {"nothing": epoch(lambda: None), "floor": epoch(floor)}
+    cases: dict[str, Callable[[], Sample]] = {"nothing": hooked([]), "floor": hooked([], floor)}
     five = ["dataloader", "zero_grad", "forward", "backward", "optimizer"]
     for target in [*five, "lr_scheduler"]:
         cases[target] = hooked([target])
