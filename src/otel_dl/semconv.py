@@ -32,9 +32,25 @@ class SpanName:
     OPTIMIZER_STEP: Final = "optimizer.step"
     ZERO_GRAD: Final = "optimizer.zero_grad"
     LR_SCHEDULER_STEP: Final = "lr_scheduler.step"
+    INIT_PROCESS_GROUP: Final = "dist.init_process_group"
+    NEW_GROUP: Final = "dist.new_group"
+    DESTROY_PROCESS_GROUP: Final = "dist.destroy_process_group"
+    ALL_REDUCE: Final = "dist.all_reduce"
+    ALL_GATHER: Final = "dist.all_gather"
+    ALL_TO_ALL: Final = "dist.all_to_all"
+    BARRIER: Final = "dist.barrier"
+    BROADCAST: Final = "dist.broadcast"
+    GATHER: Final = "dist.gather"
+    MONITORED_BARRIER: Final = "dist.monitored_barrier"
+    RECV: Final = "dist.recv"
+    REDUCE: Final = "dist.reduce"
+    REDUCE_SCATTER: Final = "dist.reduce_scatter"
+    SCATTER: Final = "dist.scatter"
+    SEND: Final = "dist.send"
+    STALL: Final = "train.stall"
 
 
-FIRST_SPANS: Final = frozenset({SpanName.STARTUP, SpanName.STEP, SpanName.EVAL})
+FIRST_SPANS: Final = frozenset({SpanName.STARTUP, SpanName.STEP, SpanName.EVAL, SpanName.STALL})
 """First span of each rank in a trace, always. A `dataloader.fetch` is one as well when it has no parent."""
 
 PHASES: Final = frozenset(
@@ -47,6 +63,27 @@ PHASES: Final = frozenset(
         SpanName.LR_SCHEDULER_STEP,
     }
 )
+
+COLLECTIVES: Final = frozenset(
+    {
+        SpanName.ALL_REDUCE,
+        SpanName.ALL_GATHER,
+        SpanName.ALL_TO_ALL,
+        SpanName.BARRIER,
+        SpanName.BROADCAST,
+        SpanName.GATHER,
+        SpanName.MONITORED_BARRIER,
+        SpanName.RECV,
+        SpanName.REDUCE,
+        SpanName.REDUCE_SCATTER,
+        SpanName.SCATTER,
+        SpanName.SEND,
+    }
+)
+"""`dist.<op>`: one collective or transfer on one rank, from its issue to its completion."""
+
+GROUPS: Final = frozenset({SpanName.INIT_PROCESS_GROUP, SpanName.NEW_GROUP, SpanName.DESTROY_PROCESS_GROUP})
+"""What makes and ends process groups."""
 
 _ANY_FIRST: Final = "first"
 
@@ -72,6 +109,8 @@ def _on(*names: str) -> frozenset[str]:
 _NEXT_FETCH = _on(SpanName.NEXT, SpanName.FETCH)
 _OF_A_WORKER = _NEXT_FETCH | {SpanName.WORKER}
 _OF_A_LOADER = _OF_A_WORKER | {SpanName.START_WORKERS}
+_MAKES_GROUPS = _on(SpanName.INIT_PROCESS_GROUP, SpanName.NEW_GROUP)
+_CAN_BE_STUCK = COLLECTIVES | GROUPS | {SpanName.STALL}
 
 ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute("dl.run.id", str, _on(_ANY_FIRST), built=True, meaning="one id for all processes of a run"),
@@ -79,7 +118,7 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute("dl.rank", int, _on(_ANY_FIRST), built=True, meaning="torch.distributed's; 0 outside it"),
     Attribute("dl.local_rank", int, _on(_ANY_FIRST), built=True, meaning="torch.distributed's; 0 outside it"),
     Attribute("dl.world_size", int, _on(_ANY_FIRST), built=True, meaning="torch.distributed's; 1 outside it"),
-    Attribute("dl.trace.kind", str, _on(_ANY_FIRST), built=True, meaning="`step`, `run`, `batch`, `eval`"),
+    Attribute("dl.trace.kind", str, _on(_ANY_FIRST), built=True, meaning="`step`, `run`, `batch`, `eval`, `stall`"),
     Attribute(
         "dl.keep",
         bool,
@@ -92,7 +131,7 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         str,
         _on(_ANY_FIRST),
         built=True,
-        meaning="`head` (the sampler), `error`, `requested`, `slow`, `warmup`",
+        meaning="`head` (the sampler), `error`, `requested`, `slow`, `peer` (another rank asked), `warmup`",
     ),
     Attribute(
         "otel_dl.dropped",
@@ -159,10 +198,63 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.fetch.ready_ms", float, _on(SpanName.NEXT), meaning="how long it had lain ready; 0 when it was waited for"
     ),
     Attribute(
+        "dl.collective.seq", int, COLLECTIVES, meaning="its number in its group, from 1, as the Flight Recorder's"
+    ),
+    Attribute("dl.collective.bytes", int, COLLECTIVES, meaning="what this rank gives into it"),
+    Attribute("dl.collective.async", bool, COLLECTIVES, built=True, meaning="whether the caller went on at once"),
+    Attribute("dl.collective.variant", str, COLLECTIVES, meaning="`into_tensor`, `object`, `coalesced`, …"),
+    Attribute(
+        "dl.collective.source",
+        str,
+        COLLECTIVES,
+        built=True,
+        meaning="`hook`, `call`, `flight_recorder`: how it is known",
+    ),
+    Attribute("dl.collective.arrived_ns", int, COLLECTIVES, meaning="start on the device, epoch ns, where known"),
+    Attribute("dl.bucket.index", int, COLLECTIVES, meaning="DDP's gradient bucket"),
+    Attribute("dl.hook.compute_ms", float, COLLECTIVES, meaning="what a comm hook of the user's computed for a bucket"),
+    Attribute("dl.hook.sent_bytes", int, COLLECTIVES, meaning="what it sent for it"),
+    Attribute("dl.group.id", str, COLLECTIVES | GROUPS, meaning="the group's name in torch; `0` is the default group"),
+    Attribute("dl.group.size", int, COLLECTIVES | GROUPS, meaning="ranks in it"),
+    Attribute("dl.group.ranks", str, _MAKES_GROUPS, meaning="which, as ranges: `0-7,16`"),
+    Attribute("dl.timeout_s", float, _MAKES_GROUPS, meaning="the time limit in force"),
+    Attribute("dl.timeout.source", str, _MAKES_GROUPS, meaning="who set it: `user`, `otel_dl`, `torch`"),
+    Attribute(
+        "rank_id", int, _CAN_BE_STUCK, meaning="this rank, on what failed or got stuck: the name that alerts read"
+    ),
+    Attribute(
+        "nccl_uid",
+        str,
+        _CAN_BE_STUCK,
+        meaning="hex of NCCL's unique id (128 bytes) where there is one, else an id derived from run, group and ranks",
+    ),
+    Attribute("dl.nccl_uid_hash", str, _CAN_BE_STUCK, meaning="the short hash of it that NCCL's own log prints"),
+    Attribute(
+        "dl.missing_ranks",
+        "list[int]",
+        _CAN_BE_STUCK,
+        meaning="the ranks that had not issued this (group, number), or are silent or dead, when the report was made;"
+        " 64 at most; absent when nobody can know",
+    ),
+    Attribute("dl.missing_ranks.count", int, _CAN_BE_STUCK, meaning="how many those are in all"),
+    Attribute(
+        "dl.missing.reason",
+        "list[str]",
+        _CAN_BE_STUCK,
+        meaning="of each: `late`, `elsewhere` (waits in something else), `silent` (no status for 3 s), `dead`,"
+        " `mismatch` (another operation or shape under this number), `unknown`",
+    ),
+    Attribute("dl.clock.offset_ns", int, _on(_ANY_FIRST), meaning="this host's clock against rank 0's"),
+    Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be"),
+    Attribute("code.file.path", str, _on(SpanName.STALL), meaning="the user's line that waits"),
+    Attribute("code.line.number", int, _on(SpanName.STALL), meaning="the user's line that waits"),
+    Attribute("code.function.name", str, _on(SpanName.STALL), meaning="the user's function that waits"),
+    Attribute(
         "error.type",
         str,
-        PHASES | FIRST_SPANS | {SpanName.FETCH, SpanName.START_WORKERS, SpanName.WORKER},
-        meaning="the exception's qualified name; of a worker also the signal's",
+        PHASES | FIRST_SPANS | COLLECTIVES | GROUPS | {SpanName.FETCH, SpanName.START_WORKERS, SpanName.WORKER},
+        meaning="the exception's qualified name; of a worker also the signal's; of a collective `GLOO_TIMEOUT`,"
+        " `NCCL_TIMEOUT`, … when its time limit has passed, `GLOO_PEER_LOST`, `NCCL_PEER_LOST` before",
     ),
 )
 """The attributes that this version may set; a span never carries another."""
@@ -187,6 +279,7 @@ class TraceKind:
     RUN: Final = "run"
     BATCH: Final = "batch"
     EVAL: Final = "eval"
+    STALL: Final = "stall"
 
 
 class KeepReason:

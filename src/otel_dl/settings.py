@@ -124,6 +124,31 @@ class Settings:
         4, "OTEL_DL_FILE_MAX_FILES", _integer(1, 10_000), "rotated files kept for a process; the oldest goes first"
     )
 
+    pg_timeout: float = _setting(
+        600.0,
+        "OTEL_DL_PG_TIMEOUT",
+        _number(0, 31_536_000),
+        "seconds that a process group waits at most whose creator gave no timeout; 0: torch's own default",
+    )
+    pg_timeout_max: float = _setting(
+        0.0,
+        "OTEL_DL_PG_TIMEOUT_MAX",
+        _number(0, 31_536_000),
+        "seconds that a process group waits at most whatever its creator gave; 0: no cap",
+    )
+    stall_after: float = _setting(
+        60.0,
+        "OTEL_DL_STALL_AFTER",
+        _number(0.1, 31_536_000),
+        "seconds in a collective, or in setting up a process group, after which a stall is reported; at half the time"
+        " limit in force it is in any case",
+    )
+    trace_ranks: int = _setting(
+        64,
+        "OTEL_DL_TRACE_RANKS",
+        _integer(1, 100_000),
+        "ranks that share a trace a step; with more it is one trace a rank",
+    )
     native: bool = _setting(
         True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"
     )

@@ -19,6 +19,7 @@ from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
+from otel_dl.recording.ranks import Ranks
 from otel_dl.recording.records import Evaluation, Step, WorkerLife, WorkersStarted, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
@@ -46,6 +47,8 @@ class Run:
         """Whether spans of the user's go to a provider that is not ours: it takes an unsampled parent at its word."""
         self.active = True
         self.on_start: Callable[[], None] | None = None
+        self.ranks = Ranks()
+        """The other ranks of the job, once there are some."""
 
         class Local(threading.local):
             def __init__(self, run: Run) -> None:

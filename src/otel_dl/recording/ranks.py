@@ -1,0 +1,73 @@
+"""Process groups and the other ranks, as the recorder sees them.
+
+`otel_dl.ranks` is what stands behind `Ranks`; where there is no process group, nothing is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Group(NamedTuple):
+    """A process group that this rank belongs to."""
+
+    id: str
+    """Its name in torch, the same on all its ranks; "0" is the default group."""
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of their ranks in the group."""
+    backend: str
+    """`gloo`, `nccl`, …"""
+    limit_s: float
+    """The time limit in force, in seconds."""
+
+
+class Wait(NamedTuple):
+    """Something that needs the other ranks, and that this one is in."""
+
+    name: str
+    """The span's: `dist.all_reduce`, `dist.init_process_group`, …"""
+    group: Group
+    seq: int
+    """Number of the collective in its group, from 1; 0 where it is none."""
+    start: int
+    """Reading of `clock` at which it was issued."""
+    size: int = -1
+    """Bytes that this rank gives into it; -1: not known. Ranks that differ in it do not fit together."""
+
+
+class Explained(NamedTuple):
+    """What is known of a failure or of a stall: who is missing, and why."""
+
+    error_type: str
+    """`GLOO_TIMEOUT`, `GLOO_PEER_LOST`, … for the attribute `error.type`."""
+    words: str
+    attributes: dict[str, Any]
+    """`rank_id`, `nccl_uid`, `dl.missing_ranks`, …"""
+
+
+class Ranks:
+    """No other ranks: every call is lost. Calls come from the threads that train; none may talk to a store there."""
+
+    def joining(self, wait: Wait, address: tuple[str, int] | None, rank: int, world: int) -> None:
+        """`init_process_group` begins; the job's store is, or will be, at `address` (None: no TCP store)."""
+
+    def joined(self, group: Group) -> None:
+        """It has returned, or a further group was made."""
+
+    def left(self) -> None:
+        """`destroy_process_group` of the default group: there are no other ranks any more."""
+
+    def explain(self, error: BaseException, wait: Wait) -> Explained | None:
+        """`error` left `wait`: adds a note that names who is missing, after 1 s at the latest.
+
+        None where it is not the other ranks' business (a wrong argument). Asked again for the same error, it answers
+        the same.
+        """
+        return None
+
+    def of_this_error(self, error: BaseException) -> Explained | None:
+        """What `explain` has said of it, None where it was not asked."""
+        return None
+
+    def kept(self, number: int, reason: str) -> None:
+        """This rank keeps step `number` for a reason that the others can't know of."""
