@@ -5,8 +5,8 @@ the limit on descriptors goes; what is simulated is the training. A few processe
 its ranks once a second. Where that takes longer than a second the clients are what is slow, and what the server would
 need at one status a second follows from its CPU time a round.
 
-Bytes are those of TCPStore's own messages (torch 2.15, TCPStoreBackend.hpp: a byte for the kind, 8 for each length,
-keys begin with "/"), without TCP's.
+Messages and bytes are those of TCPStore's own (as torch 2.15 sends them: a byte for the kind, 8 for each length, keys
+begin with "/"; a `get` is two requests), without TCP's.
 
     python benchmarks/store.py [RANKS ...]
 """
@@ -85,7 +85,8 @@ class Protocol:
         for start in range(0, self.world, CHUNK):
             keys = [self.STATUS.format(rank) for rank in range(start, min(start + CHUNK, self.world))]
             statuses = self.store.multi_get(keys)
-            self._count(2, 1 + 8 + sum(map(_text, keys)) + sum(8 + len(status) for status in statuses))
+            asked = 1 + 8 + sum(map(_text, keys))  # twice: whether all are there, and what they are
+            self._count(4, 2 * asked + 1 + sum(8 + len(status) for status in statuses))
             for status in statuses:
                 rank, seq, _ = status.split(b" ", 2)
                 if int(seq) < 431 or int(rank) % (self.world // 10) == 0:
@@ -106,8 +107,8 @@ class Protocol:
         return bool(self.store.check([key]))
 
     def _get(self, key: str) -> bytes:
-        value: bytes = self.store.get(key)
-        self._count(2, 1 + _text(key) + 8 + len(value))
+        value: bytes = self.store.get(key)  # which asks first whether it is there
+        self._count(4, 1 + 8 + _text(key) + 1 + 1 + _text(key) + 8 + len(value))
         return value
 
     def _count(self, messages: int, size: int) -> None:
@@ -304,8 +305,9 @@ def _cpu(process: psutil.Process) -> float:
 
 if __name__ == "__main__":
     # A TCPStore client asks the name service for the name of the server's address when it connects, and waits 5 s for
-    # each answer that is lost. That is none of the store's.
+    # each answer that is lost. That is none of the store's. Nor is the warning that there is no answer.
     os.environ.setdefault("RES_OPTIONS", "use-vc timeout:1 attempts:1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     print(machine())
     print(f"{PROCESSES} client processes; each rank, each second: a status of 300 bytes, a look for keep requests")
     print("                                every second                             in one stall")
@@ -317,8 +319,9 @@ if __name__ == "__main__":
         row = measure(size)
         print(
             f"{row.ranks:7,} {row.connections:10,} {row.connect_s:6.2f} | {row.messages_s:9,.0f}"
-            f" {row.size_s / 1e6:6.2f} {row.round_s:10.2f} {row.server_share:9.3f} | {row.stall_messages:9,} {row.stall_size / 1e6:6.2f}"
-            f" {row.read_s:7.3f} {row.all_s:6.2f} {row.stall_server_s:9.2f} | {row.rss / 2**20:9.1f}",
+            f" {row.size_s / 1e6:6.2f} {row.round_s:10.2f} {row.server_share:9.3f} | {row.stall_messages:9,}"
+            f" {row.stall_size / 1e6:6.2f} {row.read_s:7.3f} {row.all_s:6.2f} {row.stall_server_s:9.2f} |"
+            f" {row.rss / 2**20:9.1f}",
             flush=True,
         )
     print(
