@@ -110,6 +110,12 @@ class Run:
     def stepper(self, lane: Lane | None) -> None:
         self.fast.follow(lane)
 
+    @property
+    def trainer(self) -> threading.Thread:
+        """The thread that bounds steps; the main one until it is known."""
+        lane = self.stepper or self.main
+        return lane.thread if lane is not None else threading.main_thread()
+
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
         self._begin(self.keep.head)
