@@ -16,7 +16,7 @@ from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
 from otel_dl.recording.records import Evaluation, Step, WorkerLife
-from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
+from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
 
@@ -137,23 +137,23 @@ class Builder:
         return [*self._spans.step(trace, self._ended_in(trace)), *trace.user_spans]
 
     def _ended_in(self, step: Step) -> list[WorkerLife]:
-        workers = self._run.workers
-        lives = [life for life in list(workers) if isinstance(life, WorkerLife) and life.step == step.number]
+        events = self._run.events
+        lives = [life for life in list(events) if isinstance(life, WorkerLife) and life.step == step.number]
         for life in lives:
-            workers.remove(life)
+            events.remove(life)
         return lives
 
-    def _workers(self, decided: int) -> None:
-        """Starts and ends of workers that belong to no kept step; those before `decided` are built if they are kept."""
-        workers = self._run.workers
-        for event in list(workers):
+    def _events(self, decided: int) -> None:
+        """Events that belong to no kept step; those before `decided` are built if they are kept."""
+        events = self._run.events
+        for event in list(events):
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
-                workers.remove(event)
+                events.remove(event)
                 if self._spans.of_run_so_far < OF_RUN:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
-                    self._run.dropped["starts and ends of workers"] += 1
+                    self._run.dropped[EVENTS] += 1
 
     def _begin_run(self) -> None:
         startup, self._startup = self._startup, None
@@ -161,7 +161,7 @@ class Builder:
             self._sink.offer(startup(self._spans))
 
     def _leftovers(self, decided: int) -> None:
-        self._workers(decided)
+        self._events(decided)
         for fetch in self._batches.expired():
             self._sink.offer(self._spans.fetch(fetch, KeepReason.HEAD, None, None))
         outside = self._batches.outside()

@@ -20,6 +20,7 @@ from otel_dl.recording.records import (
     Batch,
     Evaluation,
     Fetch,
+    GroupChange,
     Kind,
     Record,
     Step,
@@ -162,12 +163,19 @@ class SpanBuilder:
             spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
         return spans
 
-    def of_run(self, event: WorkersStarted | WorkerLife) -> ReadableSpan:
-        """In the run's trace: `dataloader.start_workers`, or a `dataloader.worker` that ended in no kept step."""
+    def of_run(self, event: WorkersStarted | WorkerLife | GroupChange) -> ReadableSpan:
+        """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, or what
+        makes and ends process groups."""
         run = _context(*self._run.run_ids())
         self.of_run_so_far += 1
         if isinstance(event, WorkerLife):
             return self._life(event, run, self.of_run_so_far)
+        if isinstance(event, GroupChange):
+            context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+            return self._span(
+                event.name, context, run, event.start, event.end, _group_attributes(event), event.error, (),
+                words=event.words,
+            )  # fmt: skip
         attributes: Attributes = {
             "dl.loader.id": event.loader,
             "dl.worker.count": event.workers,
@@ -357,6 +365,20 @@ def _nested(records: list[Record]) -> list[Record]:
     """By start, what is around before what is within (on the hot path a record is written when it ends)."""
     order = sorted(range(len(records)), key=lambda i: (records[i].start, -records[i].end, -i))
     return [records[i] for i in order]
+
+
+def _group_attributes(event: GroupChange) -> Attributes:
+    attributes: Attributes = {}
+    if event.group:
+        attributes["dl.group.id"] = event.group
+    if event.size:
+        attributes["dl.group.size"] = event.size
+    if event.ranks:
+        attributes["dl.group.ranks"] = event.ranks
+    if event.limit_s is not None:
+        attributes["dl.timeout_s"] = event.limit_s
+        attributes["dl.timeout.source"] = event.source
+    return attributes | event.attributes
 
 
 def _batch_attributes(batch: Batch) -> Attributes:
