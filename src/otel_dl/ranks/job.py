@@ -7,6 +7,7 @@ elected through the store, and publishes what it found.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import threading
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
 
 ANSWER_S: Final = 0.9
 """How long a thread whose collective has failed waits for the names at most."""
-_JUDGING_S: Final = 0.6
+_JUDGING_S: Final = 0.4
 """How long the elected rank looks for who is missing."""
 _LOOK_S: Final = 0.05
-_PUBLISHED_S: Final = 0.5
+_PUBLISHED_S: Final = 0.6
 """How long the others wait for it, before they elect another one."""
+_ROUNDS: Final = 3
 LAST_S: Final = 1.0
 """A wait is reported again so long before its limit."""
+_STILL_TRUE_NS: Final = 3_000_000_000
+"""So old may a report be that stands for what can't be found out any more."""
 _LAST_WORDS_S: Final = 0.25
 
 _PEER_LOST: Final = re.compile(
@@ -70,6 +74,7 @@ class JobRanks(Ranks):
     def __init__(self, run: Run, flush: Callable[[float], object], participants: Sequence[Participant] = ()) -> None:
         self._run = run
         self._flush = flush
+        self._participants = participants
         self._statuses = Statuses(run, self._waits)
         self._exchange = Exchange([*participants, self._statuses], self._look)
         self._begin()
@@ -82,6 +87,8 @@ class JobRanks(Ranks):
         self._reported: tuple[Wait, int] | None = None
         """What is waited in, and how many reports there were of it."""
         self._stalls = 0
+        self._last: tuple[Wait, Verdict] | None = None
+        """The latest report's."""
         self._failed: dict[str, tuple[int, Explained]] = {}
         """By group: the first collective that failed, with what was found. From then on all of them fail."""
 
@@ -91,6 +98,7 @@ class JobRanks(Ranks):
         self._joining = wait
         if not self._groups:
             identity = self._run.identity
+            self._statuses.rank = rank
             self._exchange.begin(address, f"otel_dl/{identity.attempt}/{self._generation}/")
 
     def joined(self, group: Group) -> None:
@@ -104,6 +112,7 @@ class JobRanks(Ranks):
         self._groups.clear()
         self._run.issued.clear()
         self._failed.clear()
+        self._exchange.ask(self._farewell)
         self._exchange.stop(time.monotonic() + LAST_S)
         self._statuses.close()
 
@@ -114,10 +123,7 @@ class JobRanks(Ranks):
         if wait is self._joining:
             self._joining = None
         former = self._failed.get(wait.group.id)
-        if former is not None and wait.seq > former[0]:
-            explained = former[1]
-        else:
-            explained = self._find_out(error, wait)
+        explained = former[1] if former is not None and wait.seq > former[0] else self._find_out(error, wait)
         if explained is not None:
             if wait.seq:
                 self._failed.setdefault(wait.group.id, (wait.seq, explained))
@@ -135,7 +141,9 @@ class JobRanks(Ranks):
         if found is None:
             found = self._unknown(self._exchange.trouble or "the job's store does not answer")
         timed_out = _timed_out(wait, waited)
-        names = found.seen_by(self._run.identity.rank)
+        if found.missing is None:
+            found = self._as_reported(wait) or found
+        names = found.seen_by(self._statuses.rank)
         lost = bool(_PEER_LOST.search(str(error)))
         if not (timed_out or lost or names):
             return None
@@ -147,6 +155,13 @@ class JobRanks(Ranks):
         else:
             error_type = qualified(type(error))
         return self._explained(wait, waited, found, error_type)
+
+    def _as_reported(self, wait: Wait) -> Verdict | None:
+        """What was found moments ago: the store may end with the rank that hosts it and has waited in vain."""
+        last = self._last
+        if last is None or last[0][:3] != wait[:3] or time.time_ns() - last[1].at > _STILL_TRUE_NS:
+            return None
+        return last[1]
 
     def of_this_error(self, error: BaseException) -> Explained | None:
         return getattr(error, "__dict__", {}).get("_otel_dl")
@@ -162,19 +177,27 @@ class JobRanks(Ranks):
         answer = _Answer()
 
         def last(store: JobStore | None) -> None:
-            if store is not None:
-                self._statuses.publish(store)
+            with contextlib.suppress(StoreGone):
+                self._farewell(store)
             wait = self._wait()
             found = self._unknown("")
             if wait is not None and how == "SIGTERM":
                 found = self._agree(store, wait, "error", _LAST_WORDS_S)
-                if found.seen_by(self._run.identity.rank):
+                if found.seen_by(self._statuses.rank):
                     self._report(wait, found, "SIGTERM")
             answer.give(found)
 
         self._exchange.ask(last)
         answer.take(min(ANSWER_S, max(0.0, deadline - time.monotonic()) * 0.8))
         self._exchange.stop(min(deadline, time.monotonic() + LAST_S))
+
+    def _farewell(self, store: JobStore | None) -> None:
+        if store is not None:
+            store.knock()
+            self._statuses.publish(store)
+            for participant in self._participants:
+                participant.write(store)
+                participant.read(store)
 
     def close(self) -> None:
         self._statuses.close()
@@ -217,11 +240,14 @@ class JobRanks(Ranks):
     def _report(self, wait: Wait, found: Verdict, error_type: str) -> None:
         waited = (clock() - wait.start) / 1e9
         explained = self._explained(wait, waited, found, error_type)
+        self._last = wait, found
         self._stalls += 1
         now = clock()
         place = place_of(self._run.trainer)
-        self._run.tell(Stall(self._stalls, wait.start, now, explained, place.file, place.line, place.function))
-        if found.by == self._run.identity.rank:
+        self._run.tell(
+            Stall(self._stalls, wait.name, wait.start, now, explained, place.file, place.line, place.function)
+        )
+        if found.by == self._statuses.rank:
             logger.warning("otel-dl: %s.", explained.words)
         self._flush(_LAST_WORDS_S)
 
@@ -234,8 +260,9 @@ class JobRanks(Ranks):
         key = f"{wait.group.id}/{wait.name}/{wait.seq}/{kind}"
         try:
             if kind == "error":
+                store.knock()
                 self._statuses.publish(store)
-            for round in range(3):
+            for round in range(_ROUNDS):
                 published = store.get(f"verdict/{key}/{round}")
                 if published is None and store.add(f"elect/{key}/{round}") == 1:
                     found = self._search(store, wait, seconds)
@@ -246,7 +273,9 @@ class JobRanks(Ranks):
                 # That of an attempt before this one tells nothing of it.
                 if published is not None:
                     found = Verdict.decode(published)
-                    if wait.seq or found.at >= to_epoch_ns(wait.start):
+                    if (wait.seq or found.at >= to_epoch_ns(wait.start)) and (
+                        found.missing is not None or round == _ROUNDS - 1
+                    ):
                         return found
         except StoreGone as error:
             return self._search(None, wait, seconds, f"the job's store is gone ({error})")
@@ -260,7 +289,7 @@ class JobRanks(Ranks):
                 self._statuses.find_neighbours(store)
             statuses = self._statuses.read_all(store, wait.group.ranks)
             since = to_epoch_ns(wait.start)
-            found = judge(wait, self._run.identity.rank, statuses, since, time.time_ns(), trouble)
+            found = judge(wait, self._statuses.rank, statuses, since, time.time_ns(), trouble)
             if time.monotonic() >= until or self._is_shown(found, wait):
                 return found
             time.sleep(_LOOK_S)
@@ -274,10 +303,10 @@ class JobRanks(Ranks):
         return bool(found.missing or found.shapes) and all(one.reason != Reason.LATE for one in found.missing)
 
     def _unknown(self, why: str) -> Verdict:
-        return Verdict(time.time_ns(), self._run.identity.rank, None, (), why)
+        return Verdict(time.time_ns(), self._statuses.rank, None, (), why)
 
     def _explained(self, wait: Wait, waited: float, found: Verdict, error_type: str) -> Explained:
-        rank, group = self._run.identity.rank, wait.group
+        rank, group = self._statuses.rank, wait.group
         limit = f" (its limit is {group.limit_s:g} s)" if group.limit_s else ""
         words = (
             f"rank {rank} has waited {waited:.1f} s{limit} in {describe(wait.name, group.id, wait.seq)}"

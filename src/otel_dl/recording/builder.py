@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
+from otel_dl.recording.ranks import Stall
 from otel_dl.recording.records import Evaluation, Step, WorkerLife
 from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
-    from otel_dl.recording.records import Fetch
+    from otel_dl.recording.ranks import Stall
+from otel_dl.recording.records import Fetch
     from otel_dl.recording.run import Run
 
 
@@ -150,7 +152,7 @@ class Builder:
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
                 events.remove(event)
-                if self._spans.of_run_so_far < OF_RUN:
+                if isinstance(event, Stall) or self._spans.of_run_so_far < OF_RUN:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
                     self._run.dropped[EVENTS] += 1
