@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
-    from otel_dl.recording.ranks import Stall
-from otel_dl.recording.records import Fetch
+    from otel_dl.recording.records import Fetch
     from otel_dl.recording.run import Run
 
 
