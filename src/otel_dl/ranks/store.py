@@ -62,6 +62,10 @@ class JobStore:
     def get(self, key: str) -> bytes | None:
         return self.get_many([key])[0]
 
+    def get_of_torch(self, key: str) -> bytes | None:
+        """What torch wrote under `key`, which has no prefix of ours; None where it is missing."""
+        return self._call(self._client.get, key) if self._call(self._client.check, [key]) else None
+
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """The value of each, None where it is missing: few messages, where all or none are there."""
         if not keys:
