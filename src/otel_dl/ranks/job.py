@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 from otel_dl.log import logger
 from otel_dl.ranks import pending, verdict
 from otel_dl.ranks.exchange import TICK_S, Exchange, Participant
+from otel_dl.ranks.nccl import Communicator, nccl_uid
 from otel_dl.ranks.statuses import Statuses, place_of
 from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.ranks.verdict import Reason, Verdict, describe, judge
-from otel_dl.recording import ids
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
 from otel_dl.recording.records import clock, to_epoch_ns
@@ -87,6 +87,8 @@ class JobRanks(Ranks):
         self._reported: tuple[Wait, int] | None = None
         """What is waited in, and how many reports there were of it."""
         self._stalls = 0
+        self._names: dict[str, Communicator] = {}
+        """By group, as far as they were asked for."""
         self._last: tuple[Wait, Verdict] | None = None
         """The latest report's."""
         self._failed: dict[str, tuple[int, Explained]] = {}
@@ -255,6 +257,8 @@ class JobRanks(Ranks):
 
     def _agree(self, store: JobStore | None, wait: Wait, kind: str, seconds: float) -> Verdict:
         """What the elected one found; this rank may be it."""
+        identity = self._run.identity
+        self._names[wait.group.id] = nccl_uid(store, wait.group, identity.run, identity.attempt)
         if store is None:
             return self._search(None, wait, seconds, self._exchange.trouble or "no connection to the job's store yet")
         key = f"{wait.group.id}/{wait.name}/{wait.seq}/{kind}"
@@ -312,20 +316,20 @@ class JobRanks(Ranks):
             f"rank {rank} has waited {waited:.1f} s{limit} in {describe(wait.name, group.id, wait.seq)}"
             f" ({group.backend}, {len(group.ranks)} ranks): {found.words(wait, rank)}"
         )
+        identity = self._run.identity
+        named = self._names.get(group.id) or nccl_uid(None, group, identity.run, identity.attempt)
         attributes: dict[str, Any] = {
             "rank_id": rank,
-            "nccl_uid": self._uid(group),
+            "nccl_uid": named.uid,
             "dl.group.id": group.id,
             "dl.group.size": len(group.ranks),
             **verdict.attributes(found.seen_by(rank)),
         }
+        if named.hash:
+            attributes["dl.nccl_uid_hash"] = named.hash
         if wait.seq:
             attributes["dl.collective.seq"] = wait.seq
         return Explained(error_type, words, attributes)
-
-    def _uid(self, group: Group) -> str:
-        identity = self._run.identity
-        return f"{ids.trace_id(identity.run, identity.attempt, group.id, *group.ranks):032x}"
 
 
 def _dues(wait: Wait, stall_after: float) -> list[float]:
