@@ -244,8 +244,14 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         meaning="of each: `late`, `elsewhere` (waits in something else), `silent` (no status for 3 s), `dead`,"
         " `mismatch` (another operation or shape under this number), `unknown`",
     ),
-    Attribute("dl.clock.offset_ns", int, _on(_ANY_FIRST), meaning="this host's clock against rank 0's"),
-    Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be"),
+    Attribute(
+        "dl.clock.offset_ns",
+        int,
+        _on(_ANY_FIRST),
+        meaning="this rank's clock less rank 0's, read at one instant: a time of this rank's spans less it is a time of"
+        " rank 0's clock",
+    ),
+    Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be, either way"),
     Attribute("dl.stall.in", str, _on(SpanName.STALL), built=True, meaning="what has not come back: a span's name"),
     Attribute("code.file.path", str, _on(SpanName.STALL), meaning="the user's line that waits"),
     Attribute("code.line.number", int, _on(SpanName.STALL), meaning="the user's line that waits"),
