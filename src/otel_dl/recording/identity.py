@@ -47,6 +47,8 @@ class Identity(NamedTuple):
     rank: int
     local_rank: int
     world_size: int
+    shared: bool = False
+    """Whether `run` is the same on all ranks: rank 0's."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Identity:
@@ -79,7 +81,7 @@ class Identity(NamedTuple):
 
         Ranks of `torch.multiprocessing.spawn` have neither when they start.
         """
-        now = Identity.read()._replace(run=self.run)
+        now = Identity.read()._replace(run=self.run, shared=self.shared)
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return now._replace(rank=distributed.get_rank(), world_size=distributed.get_world_size())

@@ -137,6 +137,7 @@ class Run:
         if self._decided_for != number:  # a step that came to nothing has left its number, and its answer
             self._decided_for, self._head_says = number, self.keep.head.step(number)
         self.current = step = Step(number, start, batch, former, self._head_says)
+        step.identity = self.identity
         self.status.step(number)
         if self.pending:
             step.records.extend(self.pending)
@@ -184,7 +185,7 @@ class Run:
         former, self._handed_out = self._handed_out, None
         if former is not None:
             step.user_spans = former.user_spans
-            self.undecided.pop(self.step_ids(former.number)[0], None)
+            self.undecided.pop(self.step_ids(former.number, former.identity)[0], None)
             if step.span is not None:
                 step.span.get_span_context()
 
@@ -249,7 +250,7 @@ class Run:
         return step.number
 
     def evaluation(self) -> Evaluation:
-        evaluation = Evaluation(self.evaluations)
+        evaluation = Evaluation(self.evaluations, self.identity)
         self.evaluations += 1
         return evaluation
 
@@ -284,28 +285,37 @@ class Run:
         lane.finish(error)
         former, self._handed_out = self._handed_out, None
         if former is not None:
-            self._decided(self.step_ids(former.number)[0], KeepReason.HEAD if former.head else "")
+            self._decided(self.step_ids(former.number, former.identity)[0], KeepReason.HEAD if former.head else "")
             if former.head and former.user_spans:
                 self._hand_over(former)
 
-    def step_ids(self, number: int) -> tuple[int, int]:
-        """(trace id, span id) of step `number` on this rank."""
-        identity = self.identity
-        return (
-            ids.trace_id(identity.run, TraceKind.STEP, number),
-            ids.span_id(identity.run, TraceKind.STEP, number, identity.rank),
-        )
+    # Ids. `identity` is the one at the time: what was handed out stays when the process learns of rank 0's run.
+
+    def step_ids(self, number: int, identity: Identity | None = None, rank: int | None = None) -> tuple[int, int]:
+        """(trace id, span id) of step `number` on this rank, or another."""
+        identity = identity or self.identity
+        parts = (identity.run, TraceKind.STEP, number, identity.rank if rank is None else rank)
+        apart = identity.shared and not self.one_trace(identity)
+        return ids.trace_id(*(parts if apart else parts[:3])), ids.span_id(*parts)
+
+    def one_trace(self, identity: Identity) -> bool:
+        """Whether the ranks share a trace a step: they know the same run, and are not too many."""
+        return identity.shared and identity.world_size <= self.settings.trace_ranks
+
+    def sampled_id(self, number: int) -> int:
+        """The trace id of which a sampler is asked for step `number`, on every rank the same."""
+        return ids.trace_id(self.identity.run, TraceKind.STEP, number)
 
     def evaluation_ids(self, evaluation: Evaluation) -> tuple[int, int]:
         """(trace id, span id) of a stretch of evaluation on this rank."""
-        parts = (self.identity.run, TraceKind.EVAL, self.identity.rank, evaluation.ordinal)
+        parts = (evaluation.identity.run, TraceKind.EVAL, evaluation.identity.rank, evaluation.ordinal)
         return ids.trace_id(*parts), ids.span_id(*parts)
 
-    def run_ids(self) -> tuple[int, int]:
-        """(trace id, span id) of this rank's first span in the run's trace."""
+    def run_ids(self, rank: int | None = None) -> tuple[int, int]:
+        """(trace id, span id) of the first span of this rank, or another, in the run's trace."""
         identity = self.identity
         trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
-        return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank)
+        return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank if rank is None else rank)
 
 
 class StepSpan(context.DerivedSpan):
@@ -319,7 +329,7 @@ class StepSpan(context.DerivedSpan):
     def ids(self) -> tuple[int, int]:
         step = self.step
         assert step is not None, "asked while it is open"
-        trace_id, span_id = self._run.step_ids(step.number)
+        trace_id, span_id = self._run.step_ids(step.number, step.identity)
         self._run.undecided[trace_id] = step
         step.plain = False
         return trace_id, span_id
