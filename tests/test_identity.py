@@ -35,7 +35,7 @@ def test_torchrun_without_a_run_id_has_no_label() -> None:
 
 
 def test_a_wrong_number_counts_as_none() -> None:
-    assert Identity.read({"RANK": "first", "WORLD_SIZE": ""})[1:] == (0, 0, 0, 1)
+    assert Identity.read({"RANK": "first", "WORLD_SIZE": ""})[1:] == (0, 0, 0, 1, False)
 
 
 def test_the_rank_is_the_one_that_is_known_when_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.detail.reduced",
         "list[str]",
         _on(SpanName.STEP),
-        meaning="what was left out of this step for its trace to stay under 10,000 spans, by name: how many and how long",
+        meaning="what was left out of this step for its trace to stay under 10,000 spans, by name: how many, how long",
     ),
     Attribute(
         "is_warmup", bool, PHASES | {SpanName.STEP}, built=True, meaning="one-time work (lazy start-up) ran inside"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
-from otel_dl.recording.records import Evaluation, Step, WorkerLife
+from otel_dl.recording.records import Evaluation, Step, WorkerLife, clock
 from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -35,6 +35,8 @@ taken; there is none where all is, or the end of the process waits."""
 REST: Final = 19
 
 
+FOR_RANK_0_NS: Final = 10_000_000_000
+"""How long after the first step the run's first spans wait for rank 0's run id, where it is late."""
 OF_RUN: Final = 2_000
 """Spans in the run's own trace at most."""
 
@@ -95,8 +97,10 @@ class Builder:
         """Builds what is there, for a stretch of time; whether there was more."""
         try:
             self._warn_of_drops()
+            if self._run.held is not None:
+                self._run.held.trim(clock())
             self._batches.drain()
-            if self._startup is not None and self._run.first_step_end is not None:
+            if self._startup is not None and self._run.first_step_end is not None and not self._waits():
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided
             while closed:
@@ -147,6 +151,8 @@ class Builder:
         """Starts and ends of workers that belong to no kept step; those before `decided` are built if they are kept."""
         workers = self._run.workers
         for event in list(workers):
+            if not isinstance(event, WorkerLife) and self._startup is not None and not self._run.is_settled:
+                continue  # whose trace the run's is, is not known yet
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
                 workers.remove(event)
@@ -154,6 +160,11 @@ class Builder:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
                     self._run.dropped["starts and ends of workers"] += 1
+
+    def _waits(self) -> bool:
+        """Whether rank 0's run may still come, so that the run's first spans are not built yet."""
+        first = self._run.first_step_end
+        return self._run.is_expecting and first is not None and clock() - first < FOR_RANK_0_NS
 
     def _begin_run(self) -> None:
         startup, self._startup = self._startup, None
@@ -178,6 +189,8 @@ class Builder:
         try:
             if final:
                 self._stopped = True
+            if final and self._run.held is not None:
+                self._run.held.trim(clock(), everything=True)
             self._batches.drain(final)
             if final and self._startup is not None and self._run.started:
                 self._begin_run()

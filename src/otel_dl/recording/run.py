@@ -15,7 +15,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
-from otel_dl.recording.identity import Identity
+from otel_dl.recording.held import Held
+from otel_dl.recording.identity import Expected, Identity, SharedRun
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
@@ -60,10 +61,20 @@ class Run:
 
     def _begin(self, head: Head) -> None:
         self.identity = Identity.read()
+        self._expected: Expected | None = None
+        """Rank 0's run, where it is on its way."""
+        self._shared_run: SharedRun | None = None
+        self._announced: tuple[Identity, int] | None = None
+        """Who the process was, and the run's trace, when its first span was built: that stays."""
+        self.clock: tuple[int, int] | None = None
+        """How far this host's clock is before rank 0's, and how far off that may be (ns), once it is known."""
         self.keep = Keep(head)
         self.slow = self.keep.slow
         self.fast.durations = self.slow.new
         self.fast.attention = 0
+        self.held: Held | None = None
+        """Steps that other ranks may ask for, where they share the run."""
+        self.fast.hold = None
         self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
@@ -124,6 +135,53 @@ class Run:
                 self.on_start()
             # Only now: where it was interrupted, the next step tries again.
             self.started = True
+        if self._expected is not None and self.current is None:
+            self._learn(self._expected)
+
+    # Who the process is, where there are other ranks.
+
+    def expect(self, expected: Expected) -> None:
+        """`init_process_group` has returned. The next step takes rank 0's run, which it waits for once."""
+        self._expected = expected
+        self.fast.attention = 0
+
+    def look_up(self) -> None:
+        """What was expected has come: the step that is open is not to become the next one by itself."""
+        self.fast.attention = 0
+
+    def _learn(self, expected: Expected) -> None:
+        """Between two steps."""
+        shared = None if self._handed_out is not None else expected.look()  # ids handed out stay
+        if shared is None:
+            return
+        self._expected = None
+        identity = self.identity.by_now()
+        if identity.world_size == 1:
+            return
+        self._shared_run = shared
+        self.identity = identity._replace(run=shared.run, shared=True)
+        self._decided_for = -1
+        if self.settings.held_records and not self.keep.head.off:
+            self.held = Held(self, self.settings.held_records)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether rank 0's run is on its way."""
+        return self._expected is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the process is likely to stay who it is."""
+        return self.identity.shared or (self._expected is None and self.identity.world_size == 1)
+
+    @property
+    def former(self) -> tuple[int, int] | None:
+        """(trace id, span id) of the first span of the run that this one is a restart of."""
+        return self._shared_run.former if self._shared_run is not None else None
+
+    def announce(self) -> None:
+        """The first span of the run is built: its ids stay."""
+        self._announced = self.identity, self.run_ids()[0]
 
     # Opening and closing, called by the thread that bounds steps.
 
@@ -131,7 +189,7 @@ class Run:
         """A step that begins at `start` (ns of `clock`); its number is used up when it is closed."""
         if self.current is not None:
             self.cancel(self.current)
-        if not self.started:
+        if not self.started or self._expected is not None:
             self.start()
         number = self.number
         if self._decided_for != number:  # a step that came to nothing has left its number, and its answer
@@ -162,6 +220,8 @@ class Run:
 
     def records_only(self, number: int) -> bool:
         """Whether step `number` is, as far as the head decides, only recorded; says how long the next ones are."""
+        if self._expected is not None and self._expected.due:
+            return False
         slow = self.slow
         if len(slow.new) >= slow.TOGETHER:
             slow.sort_in()
@@ -207,12 +267,18 @@ class Run:
         self._leave(step)
         step.context = None  # while it waits to be built, it holds what spans are built of and no more
         reason = self.keep.decide(step)
+        if self.held is not None:
+            reason = self.held.closed(step, reason)
         span = step.span
         if span is not None and span.asked is not None:
             self._decided(span.asked.trace_id, reason)
         if reason:
             step.reason = reason
             self._hand_over(step)
+
+    def keep_late(self, step: Step) -> None:
+        """`step`, which was held, is kept after all, for its `reason`. Called by any thread."""
+        self._hand_over(step)
 
     def _decided(self, trace_id: int, reason: str) -> None:
         self.undecided.pop(trace_id, None)
@@ -313,8 +379,14 @@ class Run:
 
     def run_ids(self, rank: int | None = None) -> tuple[int, int]:
         """(trace id, span id) of the first span of this rank, or another, in the run's trace."""
-        identity = self.identity
-        trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
+        if self._announced is not None:
+            identity, trace_id = self._announced
+        else:
+            identity = self.identity
+            if self._shared_run is not None:
+                trace_id = self._shared_run.trace_id
+            else:
+                trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
         return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank if rank is None else rank)
 
 

@@ -186,13 +186,15 @@ class SpanBuilder:
         """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
         run = self._run
         self._be(run.identity)
+        run.announce()
         context = _context(*run.run_ids())
+        links = [Link(_context(*run.former))] if run.former is not None else ()
         parent = run.remote
         if run.identity.shared and run.identity.rank:
             parent = _context(*run.run_ids(rank=0))
         end = time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
         attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
-        spans = [self._epoch_span(SpanName.STARTUP, context, parent, start, end, attributes, error, ())]
+        spans = [self._epoch_span(SpanName.STARTUP, context, parent, start, end, attributes, error, links)]
         for name, times in parts.items():
             self.of_run_so_far += 1
             child = _context(context.trace_id, self._ordinal(context.trace_id, self.of_run_so_far))
@@ -302,7 +304,10 @@ class SpanBuilder:
 
     def _first(self, kind: str, reason: str, dropped: int) -> Attributes:
         identity = self._identity
-        return {
+        attributes: Attributes = {}
+        if identity.world_size > 1 and self._run.clock is not None:
+            attributes["dl.clock.offset_ns"], attributes["dl.clock.error_ns"] = self._run.clock
+        return attributes | {
             "dl.run.id": identity.run,
             "dl.run.attempt": identity.attempt,
             "dl.rank": identity.rank,
