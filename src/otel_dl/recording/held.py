@@ -25,7 +25,7 @@ HELD_NS: Final = 5_000_000_000
 machine is not busy."""
 LEAST_NS: Final = 3_000_000_000
 """What leaves earlier for lack of room is counted."""
-_REMEMBERED: Final = 1_024
+_REMEMBERED: Final = 16_384
 """Numbers of kept steps, of which nobody has to ask."""
 
 Entry = tuple[int, int, int, int, list[tuple[Any, ...]]] | Step
@@ -53,8 +53,11 @@ class Held:
         """Never taken by a thread that trains."""
         self.early = 0
         """Steps that left before LEAST_NS."""
+        self.refused = 0
+        """Slow steps of this rank that were not kept for that: too many of all ranks were."""
         self.counts: Counter[str] = Counter()
         """Steps kept late, by reason."""
+        run.keep.decide_together(self.counts)
         fast = run.fast
         fast.held_in = fast.held_out = fast.not_held = 0
         fast.held_most = most
@@ -112,7 +115,7 @@ class Held:
         """The slow step `number` of this rank is not kept for that: too many were."""
         with self._lock:
             for entry in tuple(self._steps):
-                if isinstance(entry, Step) and entry.number == number and number not in self._taken:
+                if isinstance(entry, Step) and entry.number == number and entry.reason and number not in self._taken:
                     self._refuse(entry)
 
     # In the builder's.
@@ -145,7 +148,7 @@ class Held:
         self._run.keep_late(step)
 
     def _refuse(self, step: Step) -> None:
-        self._run.keep.capped[KeepReason.SLOW] += 1
+        self.refused += 1
         step.reason = ""
         if step.head:
             self._take(step, KeepReason.HEAD)
