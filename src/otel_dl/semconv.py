@@ -288,6 +288,14 @@ class TraceKind:
     STALL: Final = "stall"
 
 
+class TimeoutSource:
+    """Who set a process group's time limit: `dl.timeout.source`."""
+
+    USER: Final = "user"
+    OTEL_DL: Final = "otel_dl"
+    TORCH: Final = "torch"
+
+
 class KeepReason:
     """Why a trace is exported, in the order in which they are tried: the first that holds is the reason."""
 

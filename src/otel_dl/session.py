@@ -17,7 +17,7 @@ from otel_dl.export.provider import Connection, connect
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
-from otel_dl.patches import compilation, processes, training
+from otel_dl.patches import compilation, process_groups, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
@@ -123,6 +123,7 @@ class Session:
             "compilation": compilation.install,
             "dataloader": dataloader,
             "processes": ranks,
+            "process groups": process_groups.install,
         }
         for target, install in installers.items():
             patches = Patches(target, self.run.recover)
@@ -150,9 +151,9 @@ class Session:
         return self._connection
 
     def _start(self) -> None:
-        """The first step begins."""
+        """The first step, loader with workers or `init_process_group` begins."""
         connection = self._connect()
-        self.run.identity = self.run.identity.by_now()
+        self.run.identity = self.run.identity.by_now(self.run.member)
         if self.run.keep.head.off:
             return
         if not self._installed:

@@ -23,7 +23,8 @@ process's own; the phases and `STEP` by its thread that bounds steps, in a worke
     192    HOST        64 bytes
 
     256    STEP        the step that is open; -1: none
-    264    END         how it ended, as far as it could say so itself: 0 not yet, 1 finished, 2 by an exception
+    264    END         how it ended, as far as it could say so itself: 0 not yet, 1 finished, 2 by an exception,
+                       3 by SIGTERM
     272    ERROR       64 bytes, the exception's qualified name (written before END)
 
     384    PHASES      DEPTH blocks of PHASE: kind (`records.Kind`), start, check. The open phases, outermost first,
@@ -105,3 +106,4 @@ class End(IntEnum):
     NONE = 0
     FINISHED = 1
     EXCEPTION = 2
+    TERMINATED = 3

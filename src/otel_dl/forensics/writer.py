@@ -68,6 +68,11 @@ class StatusPage(Status):
         self._memory = self._mapped.view
 
     @property
+    def page(self) -> bytes:
+        """What it says now."""
+        return bytes(self._memory[: layout.SIZE])
+
+    @property
     def tail(self) -> memoryview:
         """What lies behind the page in its file."""
         return self._mapped.view[layout.SIZE :]
@@ -105,12 +110,13 @@ class StatusPage(Status):
         check = round ^ index ^ end ^ fetches ^ busy ^ idle ^ layout.CHECK
         _done(self._memory, layout.DONE, round, index, end, fetches, busy, idle, check)
 
-    def ended(self, error: str = "") -> None:
-        """The worker's loop has ended, by the exception of this name where there is one."""
+    def ended(self, error: str = "", terminated: bool = False) -> None:
+        """The worker's loop, or the run, has ended: by the exception of this name where there is one, or by SIGTERM."""
         if os.getpid() != self._pid:  # a process that the worker forked
             return
+        end = layout.End.TERMINATED if terminated else layout.End.EXCEPTION if error else layout.End.FINISHED
         layout.ERROR_STRUCT.pack_into(self._memory, layout.ERROR, error.encode()[:64])
-        _number(self._memory, layout.END, layout.End.EXCEPTION if error else layout.End.FINISHED)
+        _number(self._memory, layout.END, end)
 
     def _batch(self, round: int, index: int, start: int, count: int, form: int, data: bytes) -> None:
         self._memory[layout.SAMPLES : layout.SAMPLES + len(data)] = data

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from otel_dl import threads
 from otel_dl.log import logger
@@ -14,6 +15,7 @@ from otel_dl.ranks.store import JobStore, StoreGone
 
 TICK_S: Final = 1.0
 _RETRY_S: Final = 0.2
+_T = TypeVar("_T")
 
 
 class Participant(Protocol):
@@ -33,18 +35,19 @@ class Participant(Protocol):
 class Exchange:
     """`begin` when `init_process_group` does, `stop` at the end of the run. Other methods from any thread."""
 
-    def __init__(self, participants: Sequence[Participant], alone: Callable[[], None] = lambda: None) -> None:
-        """The `participants` in the order in which they may write; `alone` is called each tick, with or without a
-        store, after them."""
+    def __init__(self, participants: Sequence[Participant], look: Callable[[], float] = lambda: TICK_S) -> None:
+        """The `participants` in the order in which they may write; `look` is called after each tick, with or without a
+        store, and says in how many seconds it wants to be called again."""
         self._participants = participants
-        self._alone = alone
+        self._look = look
         self._wake = threading.Event()
         self._asked: deque[Callable[[JobStore | None], None]] = deque()
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._address: tuple[str, int] | None = None
         self._prefix = ""
-        self._store: JobStore | None = None
+        self.store: JobStore | None = None
+        """The connection, where there is one."""
         self.trouble = ""
         """Why there is no connection."""
         self._said = False
@@ -52,7 +55,7 @@ class Exchange:
     def begin(self, address: tuple[str, int] | None, prefix: str) -> None:
         """There is, or soon will be, a store at `address`, where keys begin with `prefix`; None: there is none."""
         self._address, self._prefix = address, prefix
-        self._store = None
+        self.store = None
         self.trouble = "" if address is not None else "the job's store is no TCP store"
         self._stopped = False
         if self._thread is None or not self._thread.is_alive():
@@ -76,21 +79,21 @@ class Exchange:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - monotonic()))
-        self._store = None
+        self.store = None
 
     def after_fork(self) -> None:
         """In a forked child: the thread, and the connection, are the parent's."""
         self._thread = None
         self._stopped = True
-        self._store = None
+        self.store = None
         self._asked.clear()
         self._wake = threading.Event()
 
     def _loop(self) -> None:
-        due = monotonic()
+        due = look = monotonic()
         while not self._stopped:
-            wait = due - monotonic()
-            if self._store is None and self._address is not None:
+            wait = min(due, look) - monotonic()
+            if self.store is None and self._address is not None:
                 wait = min(wait, _RETRY_S)
             self._wake.wait(max(0.0, wait))
             self._wake.clear()
@@ -99,22 +102,23 @@ class Exchange:
             self._attempt(self._connect)
             while self._asked:
                 question = self._asked.popleft()
-                self._attempt(lambda question=question: question(self._store))
+                self._attempt(partial(question, self.store))
             if monotonic() >= due:
                 due = monotonic() + TICK_S
                 self._attempt(self._tick)
-                self._attempt(self._alone)
+            if monotonic() >= look:
+                look = monotonic() + (self._attempt(self._look) or TICK_S)
 
     def _connect(self) -> None:
-        if self._store is not None or self._address is None:
+        if self.store is not None or self._address is None:
             return
         store = JobStore(self._address, self._prefix)
         for participant in self._participants:
             participant.connected(store)
-        self._store, self.trouble = store, ""
+        self.store, self.trouble = store, ""
 
     def _tick(self) -> None:
-        store = self._store
+        store = self.store
         if store is None:
             return
         for participant in self._participants:
@@ -123,11 +127,11 @@ class Exchange:
         for participant in self._participants:
             participant.read(store)
 
-    def _attempt(self, part: Callable[[], None]) -> None:
+    def _attempt(self, part: Callable[[], _T]) -> _T | None:
         try:
-            part()
+            return part()
         except StoreGone as error:
-            self._store = None
+            self.store = None
             self.trouble = str(error)
         except Exception:
             if not self._said:

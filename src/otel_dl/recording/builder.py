@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
-from otel_dl.recording.records import Evaluation, Step, WorkerLife, clock
-from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
+from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, clock
+from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
-    from otel_dl.recording.records import Fetch
+    from otel_dl.recording.records import Fetch, WorkersStarted
     from otel_dl.recording.run import Run
 
 
@@ -100,7 +100,7 @@ class Builder:
             if self._run.held is not None:
                 self._run.held.trim(clock())
             self._batches.drain()
-            if self._startup is not None and self._run.first_step_end is not None and not self._waits():
+            if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided
             while closed:
@@ -141,28 +141,32 @@ class Builder:
         return [*self._spans.step(trace, self._ended_in(trace)), *trace.user_spans]
 
     def _ended_in(self, step: Step) -> list[WorkerLife]:
-        workers = self._run.workers
-        lives = [life for life in list(workers) if isinstance(life, WorkerLife) and life.step == step.number]
+        events = self._run.events
+        lives = [life for life in list(events) if isinstance(life, WorkerLife) and life.step == step.number]
         for life in lives:
-            workers.remove(life)
+            events.remove(life)
         return lives
 
-    def _workers(self, decided: int) -> None:
-        """Starts and ends of workers that belong to no kept step; those before `decided` are built if they are kept."""
-        workers = self._run.workers
-        for event in list(workers):
-            if not isinstance(event, WorkerLife) and self._startup is not None and not self._run.is_settled:
-                continue  # whose trace the run's is, is not known yet
+    def _events(self, decided: int) -> None:
+        """Events that belong to no kept step; those before `decided` are built if they are kept."""
+        events = self._run.events
+        for event in list(events):
+            if self._is_unsettled() and _can_wait(event):
+                continue
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
-                workers.remove(event)
+                events.remove(event)
                 if self._spans.of_run_so_far < OF_RUN:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
-                    self._run.dropped["starts and ends of workers"] += 1
+                    self._run.dropped[EVENTS] += 1
 
-    def _waits(self) -> bool:
-        """Whether rank 0's run may still come, so that the run's first spans are not built yet."""
+    def _is_unsettled(self) -> bool:
+        """Whether the run's spans have to wait, for its trace may turn out to be rank 0's."""
+        return self._startup is not None and not self._run.is_settled
+
+    def _is_late(self) -> bool:
+        """Whether rank 0's run may still come, after the first step."""
         first = self._run.first_step_end
         return self._run.is_expecting and first is not None and clock() - first < FOR_RANK_0_NS
 
@@ -172,7 +176,7 @@ class Builder:
             self._sink.offer(startup(self._spans))
 
     def _leftovers(self, decided: int) -> None:
-        self._workers(decided)
+        self._events(decided)
         for fetch in self._batches.expired():
             self._sink.offer(self._spans.fetch(fetch, KeepReason.HEAD, None, None))
         outside = self._batches.outside()
@@ -216,3 +220,8 @@ class Builder:
             self._faulty = True
             logger.warning("otel-dl: a fault of ours while building spans; that step is lost. Please report it.",
                            exc_info=error)  # fmt: skip
+
+
+def _can_wait(event: WorkersStarted | WorkerLife | GroupChange) -> bool:
+    """Whether nobody misses it before the first step has ended."""
+    return event.error is None if isinstance(event, GroupChange) else not isinstance(event, WorkerLife)

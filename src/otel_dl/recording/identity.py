@@ -121,12 +121,15 @@ class Identity(NamedTuple):
             )
         return identity
 
-    def by_now(self) -> Identity:
+    def by_now(self, member: tuple[int, int] | None = None) -> Identity:
         """The same run, with the rank that is known now: a script may set its variables, or the process group, itself.
 
-        Ranks of `torch.multiprocessing.spawn` have neither when they start.
+        Ranks of `torch.multiprocessing.spawn` have neither when they start. `member` is the rank and the world size
+        that `init_process_group` was called with, before it has returned.
         """
         now = Identity.read()._replace(run=self.run, shared=self.shared)
+        if member is not None:
+            return now._replace(rank=member[0], world_size=member[1])
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return now._replace(rank=distributed.get_rank(), world_size=distributed.get_world_size())

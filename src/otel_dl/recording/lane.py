@@ -68,7 +68,7 @@ class Segment(Enum):
 class Lane(LaneState):
     """One thread's recorder. What begins a phase returns its start, or 0 where it is not recorded, and has no end."""
 
-    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "_thread", "former", "run")
+    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "former", "run", "thread")
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -79,8 +79,8 @@ class Lane(LaneState):
         self._evaluation: Evaluation | None = None
         self._explicit = False
         """Whether `otel_dl.step()` was used in this thread: from then on it alone bounds steps."""
-        self._thread = threading.current_thread()
-        self._main = self._thread is threading.main_thread()
+        self.thread = threading.current_thread()
+        self._main = self.thread is threading.main_thread()
         if self._main:
             run.main = self
 
@@ -205,7 +205,7 @@ class Lane(LaneState):
         stepper = run.stepper
         if stepper is None or stepper is self:
             return False
-        if stepper._thread.is_alive():
+        if stepper.thread.is_alive():
             return True
         stepper.finish()
         run.stepper = None

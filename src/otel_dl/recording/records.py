@@ -149,6 +149,30 @@ class WorkersStarted(NamedTuple):
     """Bytes in /dev/shm before they were."""
 
 
+class GroupChange(NamedTuple):
+    """A process group was made or ended, or that failed, between these readings of `clock`."""
+
+    name: str
+    """The span's: `dist.init_process_group`, …"""
+    start: int
+    end: int
+    group: str
+    """Its name in torch; "" where it has none, or this rank is not in it."""
+    size: int
+    """Ranks in it; 0: not known."""
+    ranks: str
+    """Which, as ranges; "" where the span does not say it."""
+    limit_s: float | None
+    """The time limit in force, in seconds."""
+    source: str
+    """Who set it: `user`, `otel_dl`, `torch`."""
+    error: Failure | None
+    words: str
+    """What is known of the failure."""
+    attributes: dict[str, Any]
+    """Of the failure."""
+
+
 class Step(StepState):
     """A step while it is open, and what is left of it afterwards.
 

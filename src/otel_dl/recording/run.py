@@ -21,7 +21,7 @@ from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
 from otel_dl.recording.ranks import Ranks
-from otel_dl.recording.records import Evaluation, Step, WorkerLife, WorkersStarted, clock
+from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, WorkersStarted, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -31,8 +31,10 @@ WAITING_STEPS: Final = 2_048
 STEPS_WAITING: Final = "steps waiting"
 """The key in `Run.dropped` of those that found no room."""
 PENDING_RECORDS: Final = 64
-WAITING_WORKERS: Final = 4_096
-"""Starts and ends of workers that wait for the builder at most."""
+WAITING_EVENTS: Final = 4_096
+"""Events of the run that wait for the builder at most."""
+EVENTS: Final = "starts and ends of workers and process groups"
+"""The key in `Run.dropped` of those that found no room."""
 RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
 
@@ -87,6 +89,8 @@ class Run:
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
         self.started = False
+        self.member: tuple[int, int] | None = None
+        """Rank and world size, where the run began with `init_process_group`."""
         self.status = Status()
         """Where the thread that bounds steps says what it does now; `on_start` puts the page there."""
         self.fast.map_page(0)
@@ -99,8 +103,8 @@ class Run:
         self.recent: dict[int, None] = {}
         """Trace ids of the latest kept steps whose ids somebody asked for."""
         self.closed: deque[Step | Evaluation] = deque()
-        self.workers: deque[WorkersStarted | WorkerLife] = deque()
-        """Starts and ends of workers, for the builder."""
+        self.events: deque[WorkersStarted | WorkerLife | GroupChange] = deque()
+        """Starts and ends of workers and process groups, for the builder."""
         self.dropped: Counter[str] = Counter()
         """Records and steps that were dropped, by reason."""
         self.main: Lane | None = None
@@ -121,16 +125,24 @@ class Run:
     def stepper(self, lane: Lane | None) -> None:
         self.fast.follow(lane)
 
+    @property
+    def trainer(self) -> threading.Thread:
+        """The thread that bounds steps; the main one until it is known."""
+        lane = self.stepper or self.main
+        return lane.thread if lane is not None else threading.main_thread()
+
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
         self._begin(self.keep.head)
 
-    def start(self) -> None:
-        """The first step, or the first loader with workers, begins: from now on there is something to export.
+    def start(self, member: tuple[int, int] | None = None) -> None:
+        """The first step, loader with workers or `init_process_group` begins: from now on there is something to export.
 
-        `on_start` connects with the SDK: it sets `keep.head`, `foreign_provider`, `remote` and `identity`.
+        `member` is the rank and the world size that the latter was given. `on_start` connects with the SDK: it sets
+        `keep.head`, `foreign_provider`, `remote` and `identity`.
         """
         if not self.started and self.active:
+            self.member = member
             if self.on_start is not None:
                 self.on_start()
             # Only now: where it was interrupted, the next step tries again.
@@ -179,9 +191,11 @@ class Run:
         """(trace id, span id) of the first span of the run that this one is a restart of."""
         return self._shared_run.former if self._shared_run is not None else None
 
-    def announce(self) -> None:
-        """The first span of the run is built: its ids stay."""
-        self._announced = self.identity, self.run_ids()[0]
+    def announce(self) -> Identity:
+        """A span of the run's trace is built: its ids stay. Who this process is in them."""
+        if self._announced is None:
+            self._announced = self.identity, self.run_ids()[0]
+        return self._announced[0]
 
     # Opening and closing, called by the thread that bounds steps.
 
@@ -293,12 +307,12 @@ class Run:
         else:
             self.dropped[STEPS_WAITING] += 1
 
-    def tell_of_workers(self, event: WorkersStarted | WorkerLife) -> None:
-        """Workers were started, or one has ended."""
-        if len(self.workers) < WAITING_WORKERS:
-            self.workers.append(event)
+    def tell(self, event: WorkersStarted | WorkerLife | GroupChange) -> None:
+        """Workers were started, or one has ended, or a process group was made or ended."""
+        if len(self.events) < WAITING_EVENTS:
+            self.events.append(event)
         else:
-            self.dropped["starts and ends of workers"] += 1
+            self.dropped[EVENTS] += 1
 
     @property
     def decided(self) -> int:

@@ -21,6 +21,7 @@ from otel_dl.recording.records import (
     Batch,
     Evaluation,
     Fetch,
+    GroupChange,
     Kind,
     Record,
     Step,
@@ -185,12 +186,11 @@ class SpanBuilder:
     def startup(self, start: int, parts: dict[str, tuple[int, int]], error: Failure | None) -> list[ReadableSpan]:
         """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
         run = self._run
-        self._be(run.identity)
-        run.announce()
+        self._be(run.announce())
         context = _context(*run.run_ids())
         links = [Link(_context(*run.former))] if run.former is not None else ()
         parent = run.remote
-        if run.identity.shared and run.identity.rank:
+        if self._identity.shared and self._identity.rank:
             parent = _context(*run.run_ids(rank=0))
         end = time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
         attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
@@ -201,13 +201,20 @@ class SpanBuilder:
             spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
         return spans
 
-    def of_run(self, event: WorkersStarted | WorkerLife) -> ReadableSpan:
-        """In the run's trace: `dataloader.start_workers`, or a `dataloader.worker` that ended in no kept step."""
-        self._be(self._run.identity)
+    def of_run(self, event: WorkersStarted | WorkerLife | GroupChange) -> ReadableSpan:
+        """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, or what
+        makes and ends process groups."""
+        self._be(self._run.announce())
         run = _context(*self._run.run_ids())
         self.of_run_so_far += 1
         if isinstance(event, WorkerLife):
             return self._life(event, run, self.of_run_so_far)
+        if isinstance(event, GroupChange):
+            context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+            return self._span(
+                event.name, context, run, event.start, event.end, _group_attributes(event), event.error, (),
+                words=event.words,
+            )  # fmt: skip
         attributes: Attributes = {
             "dl.loader.id": event.loader,
             "dl.worker.count": event.workers,
@@ -405,6 +412,20 @@ def _nested(records: list[Record]) -> list[Record]:
     """By start, what is around before what is within (on the hot path a record is written when it ends)."""
     order = sorted(range(len(records)), key=lambda i: (records[i].start, -records[i].end, -i))
     return [records[i] for i in order]
+
+
+def _group_attributes(event: GroupChange) -> Attributes:
+    attributes: Attributes = {}
+    if event.group:
+        attributes["dl.group.id"] = event.group
+    if event.size:
+        attributes["dl.group.size"] = event.size
+    if event.ranks:
+        attributes["dl.group.ranks"] = event.ranks
+    if event.limit_s is not None:
+        attributes["dl.timeout_s"] = event.limit_s
+        attributes["dl.timeout.source"] = event.source
+    return attributes | event.attributes
 
 
 def _batch_attributes(batch: Batch) -> Attributes:

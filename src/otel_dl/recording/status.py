@@ -12,6 +12,11 @@ class Status:
     address = 0
     """Where the page is mapped, for writers in C; 0 where there is none. Its layout: `otel_dl.forensics.layout`."""
 
+    path = ""
+    """Its file's."""
+    page = b""
+    """What it says now."""
+
     def begin(self, depth: int, kind: int, start: int) -> None:
         """A phase (a `Kind`) began at `start`, a reading of `clock`, within `depth` others."""
 
