@@ -47,13 +47,17 @@ class KeepRequests:
         """Steps to be kept that are not yet: how often they were decided and nowhere to be found."""
         self._seen: dict[int, None] = {}
         """Steps that are kept everywhere."""
+        self._prefix = ""
 
     def kept(self, number: int, reason: str) -> None:
         """This rank keeps step `number`, or proposes it."""
         self._own.append((number, _PROPOSED if reason in (KeepReason.SLOW, KeepReason.WARMUP) else _WANTED))
 
     def connected(self, store: JobStore) -> None:
-        pass
+        if store.prefix != self._prefix:  # other logs
+            self._prefix = store.prefix
+            self._read_bytes.clear()
+            self._slow.clear()
 
     def write(self, store: JobStore) -> bool:
         held = self._run.held
@@ -97,11 +101,10 @@ class KeepRequests:
                 self._slow.pop(known, None)
         self._keep()
 
-    def last(self, store: JobStore | None) -> None:
+    def last(self, store: JobStore) -> None:
         """The run ends: what is pending is written, and what others want is read, once."""
-        if store is not None:
-            self.write(store)
-            self.read(store)
+        self.write(store)
+        self.read(store)
 
     def _minute(self) -> int:
         return int(self._now()) // 60

@@ -29,9 +29,10 @@ _WAIT_S: Final = 0.5
 """Of each tick, while rank 0's is not there."""
 
 
-def prefix(attempt: int) -> str:
-    """What the keys of this attempt begin with. A store of torchrun's own outlives the attempts."""
-    return f"otel_dl/{attempt}/"
+def prefix(attempt: int, generation: int = 0) -> str:
+    """What the keys of this attempt begin with, after so many process groups. A store of torchrun's own outlives the
+    attempts."""
+    return f"otel_dl/{attempt}/{generation}/"
 
 
 def host() -> str:
@@ -49,7 +50,7 @@ class RunId:
         self._run = run
         self._expected: Expected | None = None
         self._has_store = False
-        self._rank = 0
+        self.rank = 0
         self._world = 1
         self._joined = False
         self.host_of_rank_0 = ""
@@ -59,7 +60,7 @@ class RunId:
         """`init_process_group` begins. Only the first one counts that gets through."""
         if self._joined:
             return
-        self._has_store, self._rank, self._world = has_store, rank, world
+        self._has_store, self.rank, self._world = has_store, rank, world
         self._expected = Expected()
 
     def joined(self) -> None:
@@ -80,7 +81,7 @@ class RunId:
     def connected(self, store: JobStore) -> None:
         if self._expected is None or self._world == 1 or self._expected.shared is not None:
             return
-        if self._rank == 0:
+        if self.rank == 0:
             self._publish(store, self._expected)
         else:
             self._receive(store, self._expected)
