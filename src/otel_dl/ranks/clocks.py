@@ -64,10 +64,15 @@ class Clocks:
     def connected(self, store: JobStore) -> None:
         self.stop()
         self._begin()
+        self._same_host()
 
     @property
     def _is_elsewhere(self) -> bool:
         return self._run_id.host_of_rank_0 not in ("", self._here)
+
+    def _same_host(self) -> None:
+        if self._run_id.host_of_rank_0 == self._here:
+            self._run.clock = 0, 0
 
     def write(self, store: JobStore) -> bool:
         if not self._is_elsewhere or self._asks is False or monotonic() < self._due:
@@ -85,8 +90,7 @@ class Clocks:
 
     def read(self, store: JobStore) -> None:
         if not self._is_elsewhere:
-            if self._run_id.host_of_rank_0:
-                self._run.clock = 0, 0
+            self._same_host()
             if self._run_id.rank == 0 and self._answerer is None and store.has(_HOSTS):
                 self._answerer = Answerer(store.address, store.prefix, self._now)
         elif self._asks is False and monotonic() >= self._due:

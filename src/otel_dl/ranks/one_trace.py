@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from otel_dl.ranks.clocks import Clocks
@@ -11,24 +10,39 @@ from otel_dl.ranks.peers import KeepRequests
 from otel_dl.ranks.run_id import RunId
 
 if TYPE_CHECKING:
-    from otel_dl.ranks.exchange import Participant
     from otel_dl.ranks.store import JobStore
     from otel_dl.recording.run import Run
 
 
 class OneTrace:
-    """`participants` belong into the exchange, in this order; `last` is called at the end, after the run's last step
-    was closed, in the exchange's thread."""
+    """Takes part in the exchange, and writes every other tick at most: what comes behind it has its turn as well.
+
+    `joining` and `joined` are the run id's; `last` is called at the end, when the run's last step is closed, in the
+    exchange's thread.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.run_id = RunId(run)
         self.clocks = Clocks(run, self.run_id)
         self.keep_requests = KeepRequests(run, self._time_of_rank_0)
+        self._parts = self.run_id, self.keep_requests, self.clocks
+        self._wrote = False
+        self.joining = self.run_id.joining
+        self.joined = self.run_id.joined
+        self.kept = self.keep_requests.kept
 
-    @property
-    def participants(self) -> Sequence[Participant]:
-        return self.run_id, self.keep_requests, self.clocks
+    def connected(self, store: JobStore) -> None:
+        for part in self._parts:
+            part.connected(store)
+
+    def write(self, store: JobStore) -> bool:
+        self._wrote = not self._wrote and any(part.write(store) for part in self._parts)
+        return self._wrote
+
+    def read(self, store: JobStore) -> None:
+        for part in self._parts:
+            part.read(store)
 
     def last(self, store: JobStore | None) -> None:
         if store is not None:
