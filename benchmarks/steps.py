@@ -1,9 +1,9 @@
 """µs that otel-dl adds to a whole training step, as instrumented by `otel_dl.instrument()`.
 
 A small network on one thread, data read in the main process. *Not kept*: no sampler, a run past its first 1,000 steps
-(one step in 64 is kept, built and exported). *In Python*: the same without the compiled recorder. *Held for peers*: what
-is not kept is held, as where ranks share a run. *Kept*: `OTEL_TRACES_SAMPLER=always_on`, every step built and exported,
-to an exporter that encodes OTLP and throws it away.
+(one step in 64 is kept, built and exported). *In Python*: the same without the compiled recorder. *Held for peers*:
+what is not kept is held, as where ranks share a run. *Kept*: `OTEL_TRACES_SAMPLER=always_on`, every step built and
+exported, to an exporter that encodes OTLP and throws it away.
 Wall time is what the training thread waits; CPU time is all threads'.
 """
 

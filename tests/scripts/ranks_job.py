@@ -1,12 +1,13 @@
 """One rank of a job that trains over gloo, and says what it did: `ranks_job.py STEPS [name=value …]`.
 
 `pause=S` in each step; `slow=STEP:RANK:S`: that rank sleeps so long in that step; `late=RANK:S`: it joins later;
-`store=file:PATH`; `init=2`: joins twice; `before=N`: trains so many steps before it joins; `die=STEP:RANK`: exits with 1
-in the first attempt; `fail=STEP:RANK`: an exception that the script catches.
+`store=PATH`: a FileStore; `init=2`: joins twice; `before=N`: trains so many steps before it joins; `die=STEP:RANK`:
+exits with 1 in the first attempt; `fail=STEP:RANK`: an exception that the script catches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -54,10 +55,8 @@ def train(count: int, together: bool) -> None:
             if (number, rank) == (die_step, die_rank) and attempt == 0:
                 sys.exit(1)
             if (number, rank) == (fail_step, fail_rank):
-                try:
+                with contextlib.suppress(RuntimeError):
                     model(torch.randn(1, 5))
-                except RuntimeError:
-                    pass
             dist.all_reduce(model.weight.grad)
         optimizer.step()
 
