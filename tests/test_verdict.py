@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from otel_dl.ranks.verdict import Issued, Life, RankStatus, Verdict, attributes, judge
 from otel_dl.recording.ranks import Group, Wait
 

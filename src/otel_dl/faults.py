@@ -56,7 +56,7 @@ def _is_known(code: CodeType) -> bool:
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether it is code of the user's own: neither ours nor of an installed package, the standard library's included."""
+    """Whether it is code of the user's own: neither ours nor of an installed package or the standard library."""
     return not (_is_known(code) or any(folder in code.co_filename for folder in _PACKAGES))
 
 

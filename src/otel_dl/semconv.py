@@ -204,7 +204,7 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.fetch.ready_ms", float, _on(SpanName.NEXT), meaning="how long it had lain ready; 0 when it was waited for"
     ),
     Attribute(
-        "dl.collective.seq", int, COLLECTIVES, meaning="its number in its group, from 1, as the Flight Recorder's"
+        "dl.collective.seq", int, _CAN_BE_STUCK, meaning="its number in its group, from 1, as the Flight Recorder's"
     ),
     Attribute("dl.collective.bytes", int, COLLECTIVES, meaning="what this rank gives into it"),
     Attribute("dl.collective.async", bool, COLLECTIVES, built=True, meaning="whether the caller went on at once"),
@@ -220,8 +220,8 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute("dl.bucket.index", int, COLLECTIVES, meaning="DDP's gradient bucket"),
     Attribute("dl.hook.compute_ms", float, COLLECTIVES, meaning="what a comm hook of the user's computed for a bucket"),
     Attribute("dl.hook.sent_bytes", int, COLLECTIVES, meaning="what it sent for it"),
-    Attribute("dl.group.id", str, COLLECTIVES | GROUPS, meaning="the group's name in torch; `0` is the default group"),
-    Attribute("dl.group.size", int, COLLECTIVES | GROUPS, meaning="ranks in it"),
+    Attribute("dl.group.id", str, _CAN_BE_STUCK, meaning="the group's name in torch; `0` is the default group"),
+    Attribute("dl.group.size", int, _CAN_BE_STUCK, meaning="ranks in it"),
     Attribute("dl.group.ranks", str, _MAKES_GROUPS, meaning="which, as ranges: `0-7,16`"),
     Attribute("dl.timeout_s", float, _MAKES_GROUPS, meaning="the time limit in force"),
     Attribute("dl.timeout.source", str, _MAKES_GROUPS, meaning="who set it: `user`, `otel_dl`, `torch`"),
@@ -250,8 +250,15 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         meaning="of each: `late`, `elsewhere` (waits in something else), `silent` (no status for 3 s), `dead`,"
         " `mismatch` (another operation or shape under this number), `unknown`",
     ),
-    Attribute("dl.clock.offset_ns", int, _on(_ANY_FIRST), meaning="this host's clock against rank 0's"),
-    Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be"),
+    Attribute(
+        "dl.clock.offset_ns",
+        int,
+        _on(_ANY_FIRST),
+        meaning="this rank's clock less rank 0's, read at one instant: a time of this rank's spans less it is a time of"
+        " rank 0's clock",
+    ),
+    Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be, either way"),
+    Attribute("dl.stall.in", str, _on(SpanName.STALL), built=True, meaning="what has not come back: a span's name"),
     Attribute("code.file.path", str, _on(SpanName.STALL), meaning="the user's line that waits"),
     Attribute("code.line.number", int, _on(SpanName.STALL), meaning="the user's line that waits"),
     Attribute("code.function.name", str, _on(SpanName.STALL), meaning="the user's function that waits"),

@@ -21,8 +21,9 @@ from otel_dl.patches import compilation, process_groups, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
+from otel_dl.ranks.job import JobRanks
 from otel_dl.recording.builder import Builder
-from otel_dl.recording.failure import Failure
+from otel_dl.recording.failure import Failure, qualified
 from otel_dl.recording.keep import AdaptiveHead
 from otel_dl.recording.run import Run
 from otel_dl.recording.spans import SpanBuilder
@@ -89,6 +90,7 @@ class Session:
         self.relay = Relay(self.run)
         self.folder = StatusFolder(settings.directory, ring.SIZE)
         self.watch = Watch(self.run, self.relay, self.folder)
+        self.ranks = self.run.ranks = JobRanks(self.run, self.flush)
         self._connection: Connection | None = None
         self._builder: Builder | None = None
         self._patches: list[Patches] = []
@@ -190,6 +192,10 @@ class Session:
     def _end(self, delay: float, error: BaseException | None) -> None:
         """The process ends: what is kept leaves within `delay` seconds."""
         deadline = monotonic() + delay
+        terminated = self._ending.dying
+        name = qualified(type(error)) if error is not None else ""
+        self.run.status.ended(name, terminated)
+        self.ranks.end("SIGTERM" if terminated else name or "finished", deadline)
         self._finish(deadline, error)
         if self._connection is not None:
             self._connection.sink.close(deadline)
@@ -222,6 +228,8 @@ class Session:
         for patches in reversed(self._patches):
             patches.restore()
         startup.import_torch.uninstall()
+        self.ranks.end("finished", deadline)
+        self.ranks.close()
         self._finish(deadline)
         self.run.active = False
         self._show(Status())
@@ -239,6 +247,7 @@ class Session:
         self.run.restart()
         self.relay.after_fork()
         self.watch.after_fork()
+        self.ranks.after_fork()
         self.folder.after_fork()
         self._builder = None
         self._installed = False

@@ -19,7 +19,7 @@ from otel_dl.forensics.report import began, lines, when
 from otel_dl.settings import URL, Settings
 from otel_dl.viewing.reading import Reading, read_spans
 from otel_dl.viewing.summary import summarize
-from otel_dl.viewing.text import render_reading, render_summary
+from otel_dl.viewing.text import render_heading, render_reading, render_summary
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -107,12 +107,17 @@ def run(out: Path | None, to: str, jaeger: str | None, progress: bool | None, ar
 @command.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @_jaeger_option
-def report(directory: Path, jaeger: str | None) -> None:
-    """Print the summary of the traces in DIR.
+@click.option(
+    "--steps", is_flag=True, help="Also a line for each kept step: which rank arrived last at its collectives."
+)
+@click.option("--run", "run_id", metavar="ID", help="Only the run whose id begins so.  [default: the latest ones]")
+def report(directory: Path, jaeger: str | None, steps: bool, run_id: str | None) -> None:
+    """Print the summary of the traces in DIR: the files of all ranks together, each run apart, the latest last.
 
     The exit status is 0 when there were some and 1 when there were none.
     """
-    sys.exit(0 if _summarize(directory, frozenset(), jaeger, err=False) else 1)
+    found = _summarize(directory, frozenset(), jaeger, err=False, each_step=steps, run_id=run_id or "")
+    sys.exit(0 if found else 1)
 
 
 @command.command()
@@ -169,22 +174,40 @@ def _say_killed(number: int) -> None:
         _say(f"otel-dl: the job was killed by {signal.Signals(number).name}; what it had not exported is lost.{hint}")
 
 
-def _summarize(directory: Path, earlier: frozenset[str], jaeger: str | None, *, err: bool) -> bool:
-    """Prints summary and reading; False when not one span was read."""
+_RUNS_SHOWN = 3
+"""Of several runs in a folder, so many are told whole, the latest."""
+
+
+def _summarize(
+    directory: Path, earlier: frozenset[str], jaeger: str | None, *, err: bool, each_step: bool = False,
+    run_id: str = "",
+) -> bool:  # fmt: skip
+    """Prints summaries and reading; False when not one span was read, or there is no such run."""
     reading = Reading(directory)
     try:
-        summary = summarize(job.until_interrupted(read_spans(reading, without=earlier)))
+        summaries = summarize(job.until_interrupted(read_spans(reading, without=earlier)))
     except OSError as error:
         _say(f"otel-dl: {directory} cannot be read: {error.strerror}. Name a folder that `otel-dl run` wrote.")
         return False
+    chosen = [summary for summary in summaries if summary.run.startswith(run_id)]
     if reading.spans:
-        click.echo(render_summary(summary, jaeger or Settings.read().jaeger_url), err=err)
+        former, latest = chosen[:-_RUNS_SHOWN], chosen[-_RUNS_SHOWN:]
+        for summary in former:
+            click.echo(render_heading(summary), err=err)
+        if former:
+            click.echo(f"{'':<15}of each of these more: --run ID\n", err=err)
+        for summary in latest:
+            click.echo(render_summary(summary, jaeger or Settings.read().jaeger_url, each_step), err=err)
+            if len(latest) > 1:
+                click.echo(err=err)
     click.echo(render_reading(reading), err=err)
     for line in lines(read_all(directory)):
         click.echo(f"{'Status':<15}{line}", err=err)
     if not reading.spans:
         _say(f"otel-dl: there are no traces in {directory}. {_advice(directory)}")
-    return reading.spans > 0
+    elif not chosen:
+        _say(f"otel-dl: of the runs in {directory} none has an id that begins with {run_id!r}; without --run: all.")
+    return reading.spans > 0 and bool(chosen)
 
 
 def _advice(directory: Path) -> str:

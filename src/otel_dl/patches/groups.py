@@ -7,7 +7,7 @@ changed later (`set_timeout`, torch 2.15). No answer is ever an exception.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -91,10 +91,8 @@ def address_of(store: Any) -> tuple[str, int] | None:
     """Host and port of a TCPStore, also within PrefixStores; None for any other store."""
 
     def address() -> tuple[str, int] | None:
-        from torch.distributed import TCPStore
-
         inner = store
-        while not isinstance(inner, TCPStore):
+        while not isinstance(inner, distributed_c10d().TCPStore):
             inner = inner.underlying_store  # a PrefixStore's; others have none
         return str(inner.host), int(inner.port)
 
@@ -119,7 +117,7 @@ class Rendezvous:
     def _read(self, method: str) -> None:
         url = urlsplit(method)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        environ = os.environ if url.scheme == "env" else {}
+        environ: Mapping[str, str] = os.environ if url.scheme == "env" else {}
         if self.rank < 0:
             self.rank = _number(query.get("rank", environ.get("RANK")))
         if self.world < 0:
@@ -141,4 +139,4 @@ def _number(value: Any) -> int:
 
 def told(ranks: Any) -> tuple[int, ...]:
     """Ranks that the user gave; empty where they are no such thing, or can be read only once."""
-    return ask(lambda: tuple(map(int, ranks)), ()) if isinstance(ranks, (list, tuple, range)) else ()
+    return ask(lambda: tuple(map(int, ranks)), ()) if type(ranks) in (list, tuple, range) else ()

@@ -377,9 +377,9 @@ class Init(Call):
         if str(backend).lower() == "fake":
             there.address = None  # it has a store of its own where it is given none
         rank, world = there.member or (0, 1)
-        self.give_limit(limits, backend, rank, (0,))
         again = group_of() is not None
         self.run.start(None if again else there.member)
+        self.give_limit(limits, backend, rank, (0,))
         if again or there.member is None or (self.limit.timeout is not None and self.limit.seconds is None):
             return  # torch is about to refuse it, or takes rank and size from elsewhere (MPI)
         self.group = self.expected(_next_name(self.c10d), tuple(range(world)), backend)
@@ -420,7 +420,7 @@ class Split(Call):
     def _mine(self, parent: Group | None, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This rank's part: ranks in the parent, which torch makes the name of, and global ones."""
         parts = self.argument("split_ranks")
-        if parent is not None and isinstance(parts, (list, tuple)):
+        if parent is not None and type(parts) in (list, tuple):
             for part in parts:
                 places = told(part)
                 ranks = ask(lambda places=places: tuple(parent.ranks[place] for place in places), ())

@@ -97,12 +97,12 @@ class Exchange:
                 wait = min(wait, _RETRY_S)
             self._wake.wait(max(0.0, wait))
             self._wake.clear()
-            if self._stopped:
-                return
             self._attempt(self._connect)
             while self._asked:
                 question = self._asked.popleft()
                 self._attempt(partial(question, self.store))
+            if self._stopped:
+                return
             if monotonic() >= due:
                 due = monotonic() + TICK_S
                 self._attempt(self._tick)
@@ -110,7 +110,7 @@ class Exchange:
                 look = monotonic() + (self._attempt(self._look) or TICK_S)
 
     def _connect(self) -> None:
-        if self.store is not None or self._address is None:
+        if self.store is not None or self._address is None or self._stopped:
             return
         store = JobStore(self._address, self._prefix)
         for participant in self._participants:

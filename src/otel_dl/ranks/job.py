@@ -7,20 +7,23 @@ elected through the store, and publishes what it found.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.log import logger
 from otel_dl.ranks import pending, verdict
-from otel_dl.ranks.exchange import TICK_S, Exchange, Participant
+from otel_dl.ranks.exchange import TICK_S, Exchange
+from otel_dl.ranks.nccl import Communicator, nccl_uid
+from otel_dl.ranks.one_trace import OneTrace
+from otel_dl.ranks.run_id import prefix
 from otel_dl.ranks.statuses import Statuses, place_of
 from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.ranks.verdict import Reason, Verdict, describe, judge
-from otel_dl.recording import ids
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
 from otel_dl.recording.records import clock, to_epoch_ns
@@ -30,13 +33,16 @@ if TYPE_CHECKING:
 
 ANSWER_S: Final = 0.9
 """How long a thread whose collective has failed waits for the names at most."""
-_JUDGING_S: Final = 0.6
+_JUDGING_S: Final = 0.4
 """How long the elected rank looks for who is missing."""
 _LOOK_S: Final = 0.05
-_PUBLISHED_S: Final = 0.5
+_PUBLISHED_S: Final = 0.6
 """How long the others wait for it, before they elect another one."""
+_ROUNDS: Final = 3
 LAST_S: Final = 1.0
 """A wait is reported again so long before its limit."""
+_STILL_TRUE_NS: Final = 3_000_000_000
+"""So old may a report be that stands for what can't be found out any more."""
 _LAST_WORDS_S: Final = 0.25
 
 _PEER_LOST: Final = re.compile(
@@ -64,14 +70,14 @@ class _Answer:
 
 
 class JobRanks(Ranks):
-    """The ranks of a job with process groups. `participants` also talk to the store, before the statuses do; `flush`
-    exports what was told, within so many seconds."""
+    """The ranks of a job with process groups. `flush` exports what was told, within so many seconds."""
 
-    def __init__(self, run: Run, flush: Callable[[float], object], participants: Sequence[Participant] = ()) -> None:
+    def __init__(self, run: Run, flush: Callable[[float], object]) -> None:
         self._run = run
         self._flush = flush
+        self._one_trace = OneTrace(run)
         self._statuses = Statuses(run, self._waits)
-        self._exchange = Exchange([*participants, self._statuses], self._look)
+        self._exchange = Exchange([self._one_trace, self._statuses], self._look)
         self._begin()
 
     def _begin(self) -> None:
@@ -82,6 +88,10 @@ class JobRanks(Ranks):
         self._reported: tuple[Wait, int] | None = None
         """What is waited in, and how many reports there were of it."""
         self._stalls = 0
+        self._names: dict[str, Communicator] = {}
+        """By group, as far as they were asked for."""
+        self._last: tuple[Wait, Verdict] | None = None
+        """The latest report's."""
         self._failed: dict[str, tuple[int, Explained]] = {}
         """By group: the first collective that failed, with what was found. From then on all of them fail."""
 
@@ -91,12 +101,18 @@ class JobRanks(Ranks):
         self._joining = wait
         if not self._groups:
             identity = self._run.identity
-            self._exchange.begin(address, f"otel_dl/{identity.attempt}/{self._generation}/")
+            self._statuses.rank = rank
+            self._one_trace.joining(address is not None, rank, world)
+            self._exchange.begin(address, prefix(identity.attempt, self._generation))
 
     def joined(self, group: Group) -> None:
         self._joining = None
         self._groups[group.id] = group
         self._run.issued.setdefault(group.id, (0, "", -1, 0))
+        self._one_trace.joined()
+
+    def kept(self, number: int, reason: str) -> None:
+        self._one_trace.kept(number, reason)
 
     def left(self) -> None:
         if self._groups:
@@ -104,6 +120,7 @@ class JobRanks(Ranks):
         self._groups.clear()
         self._run.issued.clear()
         self._failed.clear()
+        self._exchange.ask(self._farewell)
         self._exchange.stop(time.monotonic() + LAST_S)
         self._statuses.close()
 
@@ -114,10 +131,7 @@ class JobRanks(Ranks):
         if wait is self._joining:
             self._joining = None
         former = self._failed.get(wait.group.id)
-        if former is not None and wait.seq > former[0]:
-            explained = former[1]
-        else:
-            explained = self._find_out(error, wait)
+        explained = former[1] if former is not None and wait.seq > former[0] else self._find_out(error, wait)
         if explained is not None:
             if wait.seq:
                 self._failed.setdefault(wait.group.id, (wait.seq, explained))
@@ -135,7 +149,9 @@ class JobRanks(Ranks):
         if found is None:
             found = self._unknown(self._exchange.trouble or "the job's store does not answer")
         timed_out = _timed_out(wait, waited)
-        names = found.seen_by(self._run.identity.rank)
+        if found.missing is None:
+            found = self._as_reported(wait) or found
+        names = found.seen_by(self._statuses.rank)
         lost = bool(_PEER_LOST.search(str(error)))
         if not (timed_out or lost or names):
             return None
@@ -147,6 +163,13 @@ class JobRanks(Ranks):
         else:
             error_type = qualified(type(error))
         return self._explained(wait, waited, found, error_type)
+
+    def _as_reported(self, wait: Wait) -> Verdict | None:
+        """What was found moments ago: the store may end with the rank that hosts it and has waited in vain."""
+        last = self._last
+        if last is None or last[0][:3] != wait[:3] or time.time_ns() - last[1].at > _STILL_TRUE_NS:
+            return None
+        return last[1]
 
     def of_this_error(self, error: BaseException) -> Explained | None:
         return getattr(error, "__dict__", {}).get("_otel_dl")
@@ -162,13 +185,13 @@ class JobRanks(Ranks):
         answer = _Answer()
 
         def last(store: JobStore | None) -> None:
-            if store is not None:
-                self._statuses.publish(store)
+            with contextlib.suppress(StoreGone):
+                self._farewell(store)
             wait = self._wait()
             found = self._unknown("")
             if wait is not None and how == "SIGTERM":
                 found = self._agree(store, wait, "error", _LAST_WORDS_S)
-                if found.seen_by(self._run.identity.rank):
+                if found.seen_by(self._statuses.rank):
                     self._report(wait, found, "SIGTERM")
             answer.give(found)
 
@@ -176,12 +199,20 @@ class JobRanks(Ranks):
         answer.take(min(ANSWER_S, max(0.0, deadline - time.monotonic()) * 0.8))
         self._exchange.stop(min(deadline, time.monotonic() + LAST_S))
 
+    def _farewell(self, store: JobStore | None) -> None:
+        self._one_trace.stop()
+        if store is not None:
+            store.knock()
+            self._statuses.publish(store)
+            self._one_trace.last(store)
+
     def close(self) -> None:
         self._statuses.close()
 
     def after_fork(self) -> None:
         self._exchange.after_fork()
         self._statuses.after_fork()
+        self._one_trace.after_fork()
         self._begin()
 
     # In the exchange's thread: waits that last.
@@ -217,11 +248,14 @@ class JobRanks(Ranks):
     def _report(self, wait: Wait, found: Verdict, error_type: str) -> None:
         waited = (clock() - wait.start) / 1e9
         explained = self._explained(wait, waited, found, error_type)
+        self._last = wait, found
         self._stalls += 1
         now = clock()
         place = place_of(self._run.trainer)
-        self._run.tell(Stall(self._stalls, wait.start, now, explained, place.file, place.line, place.function))
-        if found.by == self._run.identity.rank:
+        self._run.tell(
+            Stall(self._stalls, wait.name, wait.start, now, explained, place.file, place.line, place.function)
+        )
+        if found.by == self._statuses.rank:
             logger.warning("otel-dl: %s.", explained.words)
         self._flush(_LAST_WORDS_S)
 
@@ -229,13 +263,16 @@ class JobRanks(Ranks):
 
     def _agree(self, store: JobStore | None, wait: Wait, kind: str, seconds: float) -> Verdict:
         """What the elected one found; this rank may be it."""
+        identity = self._run.identity
+        self._names[wait.group.id] = nccl_uid(store, wait.group, identity.run, identity.attempt)
         if store is None:
             return self._search(None, wait, seconds, self._exchange.trouble or "no connection to the job's store yet")
         key = f"{wait.group.id}/{wait.name}/{wait.seq}/{kind}"
         try:
             if kind == "error":
+                store.knock()
                 self._statuses.publish(store)
-            for round in range(3):
+            for round in range(_ROUNDS):
                 published = store.get(f"verdict/{key}/{round}")
                 if published is None and store.add(f"elect/{key}/{round}") == 1:
                     found = self._search(store, wait, seconds)
@@ -246,7 +283,9 @@ class JobRanks(Ranks):
                 # That of an attempt before this one tells nothing of it.
                 if published is not None:
                     found = Verdict.decode(published)
-                    if wait.seq or found.at >= to_epoch_ns(wait.start):
+                    if (wait.seq or found.at >= to_epoch_ns(wait.start)) and (
+                        found.missing is not None or round == _ROUNDS - 1
+                    ):
                         return found
         except StoreGone as error:
             return self._search(None, wait, seconds, f"the job's store is gone ({error})")
@@ -260,7 +299,7 @@ class JobRanks(Ranks):
                 self._statuses.find_neighbours(store)
             statuses = self._statuses.read_all(store, wait.group.ranks)
             since = to_epoch_ns(wait.start)
-            found = judge(wait, self._run.identity.rank, statuses, since, time.time_ns(), trouble)
+            found = judge(wait, self._statuses.rank, statuses, since, time.time_ns(), trouble)
             if time.monotonic() >= until or self._is_shown(found, wait):
                 return found
             time.sleep(_LOOK_S)
@@ -274,29 +313,29 @@ class JobRanks(Ranks):
         return bool(found.missing or found.shapes) and all(one.reason != Reason.LATE for one in found.missing)
 
     def _unknown(self, why: str) -> Verdict:
-        return Verdict(time.time_ns(), self._run.identity.rank, None, (), why)
+        return Verdict(time.time_ns(), self._statuses.rank, None, (), why)
 
     def _explained(self, wait: Wait, waited: float, found: Verdict, error_type: str) -> Explained:
-        rank, group = self._run.identity.rank, wait.group
+        rank, group = self._statuses.rank, wait.group
         limit = f" (its limit is {group.limit_s:g} s)" if group.limit_s else ""
         words = (
             f"rank {rank} has waited {waited:.1f} s{limit} in {describe(wait.name, group.id, wait.seq)}"
             f" ({group.backend}, {len(group.ranks)} ranks): {found.words(wait, rank)}"
         )
+        identity = self._run.identity
+        named = self._names.get(group.id) or nccl_uid(None, group, identity.run, identity.attempt)
         attributes: dict[str, Any] = {
             "rank_id": rank,
-            "nccl_uid": self._uid(group),
+            "nccl_uid": named.uid,
             "dl.group.id": group.id,
             "dl.group.size": len(group.ranks),
             **verdict.attributes(found.seen_by(rank)),
         }
+        if named.hash:
+            attributes["dl.nccl_uid_hash"] = named.hash
         if wait.seq:
             attributes["dl.collective.seq"] = wait.seq
         return Explained(error_type, words, attributes)
-
-    def _uid(self, group: Group) -> str:
-        identity = self._run.identity
-        return f"{ids.trace_id(identity.run, identity.attempt, group.id, *group.ranks):032x}"
 
 
 def _dues(wait: Wait, stall_after: float) -> list[float]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from otel_dl.faults import from_signal_handler
+from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.recording import ids
 from otel_dl.recording.ranks import Group
 
@@ -40,12 +40,13 @@ class Communicator(NamedTuple):
     """As NCCL's log prints it ("commId 0x…"); empty where the id is derived."""
 
 
-def nccl_uid(store: Any, group: Group, run: str, attempt: int, outer: Sequence[str] = OUTER) -> Communicator:
+def nccl_uid(
+    store: JobStore | None, group: Group, run: str, attempt: int, outer: Sequence[str] = OUTER
+) -> Communicator:
     """Names the communicator of `group`.
 
-    `store` is a connection of the caller's own, a TCPStore without prefix: the group's own client may be in use by a
-    thread that waits. Every key is looked for before it is read, so nothing waits for a key; None, a store that is gone
-    or has none gives the derived id.
+    Never through the group's own client, which may be in use by a thread that waits. Every key is looked for before it
+    is read, so nothing waits for one. No store, one that is gone, or that has no such key: the derived id.
 
     `run` and `attempt` tell jobs apart where TORCHELASTIC_RUN_ID is not set; `run` must be the same on all ranks.
     """
@@ -82,14 +83,12 @@ def keys(group: str, outer: Sequence[str] = OUTER, device: str = "cuda") -> Iter
         yield f"{place}{group}/nccl_storekey_0_0"
 
 
-def _read(store: Any, group: str, outer: Sequence[str]) -> bytes | None:
+def _read(store: JobStore, group: str, outer: Sequence[str]) -> bytes | None:
     try:
         for key in keys(group, outer):
-            if store.check([key]):
-                value = bytes(store.get(key))
-                if len(value) == UID_BYTES:
-                    return value
-    except Exception as error:  # of torch's, where the store is gone
-        if from_signal_handler(error):
-            raise
+            value = store.get_of_torch(key)
+            if value is not None and len(value) == UID_BYTES:
+                return value
+    except StoreGone:
+        pass
     return None

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class OneTrace:
     """Takes part in the exchange, and writes every other tick at most: what comes behind it has its turn as well.
 
-    `joining` and `joined` are the run id's; `last` is called at the end, when the run's last step is closed, in the
-    exchange's thread.
+    `joining`, `joined` and `kept` are called by the thread that trains; `last`, in the exchange's, at the end.
     """
 
     def __init__(self, run: Run) -> None:
@@ -28,9 +27,15 @@ class OneTrace:
         self.keep_requests = KeepRequests(run, self._time_of_rank_0)
         self._parts = self.run_id, self.keep_requests, self.clocks
         self._wrote = False
-        self.joining = self.run_id.joining
-        self.joined = self.run_id.joined
-        self.kept = self.keep_requests.kept
+
+    def joining(self, has_store: bool, rank: int, world: int) -> None:
+        self.run_id.joining(has_store, rank, world)
+
+    def joined(self) -> None:
+        self.run_id.joined()
+
+    def kept(self, number: int, reason: str) -> None:
+        self.keep_requests.kept(number, reason)
 
     def connected(self, store: JobStore) -> None:
         for part in self._parts:
@@ -44,14 +49,17 @@ class OneTrace:
         for part in self._parts:
             part.read(store)
 
-    def last(self, store: JobStore | None) -> None:
-        if store is not None:
-            self.keep_requests.last(store)
+    def last(self, store: JobStore) -> None:
+        self.keep_requests.last(store)
+
+    def stop(self) -> None:
+        """Ends the thread that answers other hosts."""
         self.clocks.stop()
 
     def after_fork(self) -> None:
         """In a forked child, which is a run of its own."""
-        self.__init__(self._run)
+        for part in self._parts:
+            part.after_fork()
 
     def _time_of_rank_0(self) -> float:
         offset = self._run.clock[0] if self._run.clock is not None else 0

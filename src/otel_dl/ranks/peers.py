@@ -38,6 +38,10 @@ class KeepRequests:
         """`now`: seconds since the epoch, by rank 0's clock as far as it is known."""
         self._run = run
         self._now = now
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a forked child, which is a run of its own."""
         self._own: deque[tuple[int, str]] = deque(maxlen=WAITING)
         self._read_bytes: dict[int, int] = {}
         """Of each minute's log, how far it was read."""

@@ -48,6 +48,10 @@ class RunId:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a forked child, which is a run of its own."""
         self._expected: Expected | None = None
         self._has_store = False
         self.rank = 0

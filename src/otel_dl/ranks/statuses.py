@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.faults import is_users
 from otel_dl.forensics import layout, reader
@@ -67,6 +67,7 @@ class Statuses:
 
     def __init__(self, run: Run, waits: Callable[[], tuple[str, str, int] | None]) -> None:
         """`waits`: (span name, group, number) of what this rank waits in now."""
+        self.rank = 0
         self._run = run
         self._waits = waits
         self._begin()
@@ -89,7 +90,7 @@ class Statuses:
         if not self._registered:
             self._registered = True
             path = self._run.status.path
-            store.append(f"host/{self._host}", f"{self._run.identity.rank}\t{os.getpid()}\t{path}\n")
+            store.append(f"host/{self._host}", f"{self.rank}\t{os.getpid()}\t{path}\n")
         else:
             self.publish(store)
         return True
@@ -110,7 +111,7 @@ class Statuses:
             number, pid, path = line.split("\t", 2)
             rank = int(number)
             former = self._neighbours.get(rank)
-            if rank == self._run.identity.rank or (former is not None and former[0] == int(pid)) or not path:
+            if rank == self.rank or (former is not None and former[0] == int(pid)) or not path:
                 continue
             if len(self._neighbours) >= _NEIGHBOURS and former is None:
                 continue
@@ -131,7 +132,7 @@ class Statuses:
         now = time.time_ns()
         step = run.current
         status = RankStatus(
-            rank=run.identity.rank, at=now, pid=os.getpid(), step=step.number if step is not None else None, doing="",
+            rank=self.rank, at=now, pid=os.getpid(), step=step.number if step is not None else None, doing="",
             since=0, where="", issued=self._issued(), latest=None, waits=self._waits(), end=self.end,
         )  # fmt: skip
         if page is not None:
@@ -179,7 +180,7 @@ def _of_page(rank: int, page: Page) -> RankStatus:
     """What a page of this host says of its rank now."""
     now = time.time_ns()
     doing, since = _doing(page)
-    latest = page.collective
+    latest: Any = getattr(page, "collective", None)
     life = Life.STOPPED if is_stopped(page.pid) else Life.RUNS
     if is_dead(page.pid, page.started):
         life = Life.DEAD

@@ -31,15 +31,18 @@ class JobStore:
     def __init__(self, address: tuple[str, int], prefix: str) -> None:
         self.address = address
         self.prefix = prefix
-        try:
-            # A refusal is known at once, and torch would retry and write warnings of its own.
-            socket.create_connection(address, _CONNECT_S).close()
-        except OSError as error:
-            raise StoreGone(error.strerror or str(error)) from None
+        self.knock()
         store: Any = sys.modules["torch.distributed"].TCPStore
         self._client: Any = self._call(
             store, *address, None, is_master=False, timeout=timedelta(seconds=OPERATION_S), wait_for_workers=False
         )
+
+    def knock(self) -> None:
+        """Whether anybody listens there: where nobody does, torch would retry, and write warnings of its own."""
+        try:
+            socket.create_connection(self.address, _CONNECT_S).close()
+        except OSError as error:
+            raise StoreGone(f"{self.address[0]}:{self.address[1]}: {error.strerror or error}") from None
 
     def set(self, key: str, value: bytes | str) -> None:
         self._call(self._client.set, self.prefix + key, value)
@@ -58,6 +61,10 @@ class JobStore:
 
     def get(self, key: str) -> bytes | None:
         return self.get_many([key])[0]
+
+    def get_of_torch(self, key: str) -> bytes | None:
+        """What torch wrote under `key`, which has no prefix of ours; None where it is missing."""
+        return self._call(self._client.get, key) if self._call(self._client.check, [key]) else None
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """The value of each, None where it is missing: few messages, where all or none are there."""

@@ -199,7 +199,7 @@ def judge(
             if wait.seq == 0 and not others_unknown and now - since >= SILENT_NS:
                 missing.append(Finding(rank, Reason.SILENT, "has given no sign of itself yet"))
             else:
-                doubtful.append(f"rank {rank} has given no sign of itself" if not others_unknown else others_unknown)
+                doubtful.append(others_unknown or f"rank {rank} has given no sign of itself")
             continue
         has = _has_issued(status, wait)
         age = now - status.at
@@ -231,7 +231,7 @@ def judge(
             if shape:
                 shapes[shape].append(rank)
     differing = _differing(shapes)
-    misfits = {rank for what, who in differing for rank in who}
+    misfits = {rank for _, who in differing for rank in who}
     if doubtful:
         return Verdict(now, by, None, tuple(arrived), _some(doubtful))
     why = "" if missing or differing else "no rank is missing: all have issued it, and live"

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
-from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, clock
+from otel_dl.recording.ranks import Stall
+from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, WorkersStarted, clock
 from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
-    from otel_dl.recording.records import Fetch, WorkersStarted
+    from otel_dl.recording.records import Event, Fetch
     from otel_dl.recording.run import Run
 
 
@@ -156,7 +157,7 @@ class Builder:
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
                 events.remove(event)
-                if self._spans.of_run_so_far < OF_RUN:
+                if isinstance(event, Stall) or self._spans.of_run_so_far < OF_RUN:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
                     self._run.dropped[EVENTS] += 1
@@ -222,6 +223,6 @@ class Builder:
                            exc_info=error)  # fmt: skip
 
 
-def _can_wait(event: WorkersStarted | WorkerLife | GroupChange) -> bool:
+def _can_wait(event: Event) -> bool:
     """Whether nobody misses it before the first step has ended."""
-    return event.error is None if isinstance(event, GroupChange) else not isinstance(event, WorkerLife)
+    return event.error is None if isinstance(event, GroupChange) else isinstance(event, WorkersStarted)

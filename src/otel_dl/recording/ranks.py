@@ -49,6 +49,8 @@ class Stall(NamedTuple):
     """Something has not come back in its time, between these readings of `clock`."""
 
     ordinal: int
+    name: str
+    """The span's, of what it is."""
     start: int
     end: int
     explained: Explained

@@ -12,6 +12,7 @@ from enum import IntFlag
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from otel_dl.recording.native import StepState
+from otel_dl.recording.ranks import Stall
 from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
@@ -171,6 +172,9 @@ class GroupChange(NamedTuple):
     """What is known of the failure."""
     attributes: dict[str, Any]
     """Of the failure."""
+
+
+Event = WorkersStarted | WorkerLife | GroupChange | Stall
 
 
 class Step(StepState):

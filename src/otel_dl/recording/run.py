@@ -21,7 +21,7 @@ from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
 from otel_dl.recording.ranks import Ranks
-from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, WorkersStarted, clock
+from otel_dl.recording.records import Evaluation, Event, Step, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -33,7 +33,7 @@ STEPS_WAITING: Final = "steps waiting"
 PENDING_RECORDS: Final = 64
 WAITING_EVENTS: Final = 4_096
 """Events of the run that wait for the builder at most."""
-EVENTS: Final = "starts and ends of workers and process groups"
+EVENTS: Final = "starts and ends of workers and process groups, stalls"
 """The key in `Run.dropped` of those that found no room."""
 RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
@@ -103,8 +103,10 @@ class Run:
         self.recent: dict[int, None] = {}
         """Trace ids of the latest kept steps whose ids somebody asked for."""
         self.closed: deque[Step | Evaluation] = deque()
-        self.events: deque[WorkersStarted | WorkerLife | GroupChange] = deque()
+        self.events: deque[Event] = deque()
         """Starts and ends of workers and process groups, for the builder."""
+        self.issued: dict[str, tuple[int, str, int, int]] = {}
+        """By group, the latest collective that this rank has issued: its number, the span's name, bytes, when."""
         self.dropped: Counter[str] = Counter()
         """Records and steps that were dropped, by reason."""
         self.main: Lane | None = None
@@ -307,8 +309,8 @@ class Run:
         else:
             self.dropped[STEPS_WAITING] += 1
 
-    def tell(self, event: WorkersStarted | WorkerLife | GroupChange) -> None:
-        """Workers were started, or one has ended, or a process group was made or ended."""
+    def tell(self, event: Event) -> None:
+        """Something happened that belongs to no step, or to one that is decided later."""
         if len(self.events) < WAITING_EVENTS:
             self.events.append(event)
         else:

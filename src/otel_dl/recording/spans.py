@@ -16,17 +16,19 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from otel_dl import semconv
 from otel_dl.recording import ids
+from otel_dl.recording.failure import Failure
+from otel_dl.recording.ranks import Stall
 from otel_dl.recording.records import (
     NAMES,
     Batch,
     Evaluation,
+    Event,
     Fetch,
     GroupChange,
     Kind,
     Record,
     Step,
     WorkerLife,
-    WorkersStarted,
     to_epoch_ns,
 )
 from otel_dl.recording.reduced import reduce
@@ -34,7 +36,6 @@ from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.version import __version__
 
 if TYPE_CHECKING:
-    from otel_dl.recording.failure import Failure
     from otel_dl.recording.identity import Identity
     from otel_dl.recording.run import Run
 
@@ -201,9 +202,11 @@ class SpanBuilder:
             spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
         return spans
 
-    def of_run(self, event: WorkersStarted | WorkerLife | GroupChange) -> ReadableSpan:
+    def of_run(self, event: Event) -> ReadableSpan:
         """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, or what
         makes and ends process groups."""
+        if isinstance(event, Stall):
+            return self._stall(event)
         self._be(self._run.announce())
         run = _context(*self._run.run_ids())
         self.of_run_so_far += 1
@@ -224,6 +227,25 @@ class SpanBuilder:
             attributes["dl.shm.free_bytes"] = event.free_shm
         context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
         return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, attributes, None, ())
+
+    def _stall(self, stall: Stall) -> ReadableSpan:
+        """A trace of its own."""
+        self._be(self._run.identity)
+        identity = self._run.identity
+        parts = (identity.run, TraceKind.STALL, identity.rank, self._pid, stall.ordinal)
+        context = _context(ids.trace_id(*parts), ids.span_id(*parts))
+        attributes = self._first(TraceKind.STALL, KeepReason.REQUESTED, 0) | stall.explained.attributes
+        attributes["dl.stall.in"] = stall.name
+        if stall.file:
+            attributes["code.file.path"] = stall.file
+            attributes["code.line.number"] = stall.line
+            attributes["code.function.name"] = stall.function
+        error = Failure(stall.explained.error_type, "")
+        links = [Link(_context(*self._run.run_ids()))]
+        return self._span(
+            SpanName.STALL, context, None, stall.start, stall.end, attributes, error, links,
+            words=stall.explained.words,
+        )  # fmt: skip
 
     def _life(self, life: WorkerLife, parent: SpanContext, ordinal: int) -> ReadableSpan:
         attributes: Attributes = {
@@ -367,7 +389,7 @@ class SpanBuilder:
         attributes: Attributes, error: Failure | None, links: Sequence[Link],
         resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
-        if error is not None:
+        if error is not None and error.type:
             attributes["error.type"] = error.type
         limits, bounded = self._limits, attributes
         if limits is not None:

@@ -26,5 +26,8 @@ class Status:
     def step(self, number: int) -> None:
         """The step that is open is this one; -1: none is."""
 
+    def ended(self, error: str = "", terminated: bool = False) -> None:
+        """The run has ended: by the exception of this name where there is one, or by SIGTERM."""
+
     def batch(self, epoch: int, index: int, start: int) -> None:
         """The batch in hand: `index` in this epoch of its loader, since `start`."""

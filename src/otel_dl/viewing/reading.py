@@ -44,6 +44,18 @@ class Span(NamedTuple):
         return self.end_ns - self.start_ns
 
 
+def text_of(span: Span, name: str) -> str:
+    """The attribute of the span, else of its resource, else ""."""
+    value = span.attributes.get(name, span.resource.get(name, ""))
+    return value if isinstance(value, str) else str(value)
+
+
+def number_of(span: Span, name: str) -> int:
+    """The attribute of the span, else of its resource, else 0."""
+    value = span.attributes.get(name, span.resource.get(name, 0))
+    return value if isinstance(value, int) else 0
+
+
 @dataclasses.dataclass
 class PassedOver:
     """Something that was not read: how often, and where first."""

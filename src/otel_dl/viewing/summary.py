@@ -15,8 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing.loading import Collector, Loading
-from otel_dl.viewing.reading import Span
+from otel_dl.viewing import arrivals, loading, stalls
+from otel_dl.viewing.arrivals import Arrivals
+from otel_dl.viewing.loading import Loading
+from otel_dl.viewing.reading import Span, number_of, text_of
+from otel_dl.viewing.stalls import Ranks, Stall
 
 PARTS: Mapping[str, str] = {
     SpanName.NEXT: "data wait",
@@ -44,7 +47,6 @@ _REASONS = (
 class Step(NamedTuple):
     """One rank's `train.step`."""
 
-    run: str
     rank: int
     number: int
     trace_id: str
@@ -95,113 +97,158 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    runs: Sequence[str]
+    """Of one run."""
+
+    run: str
+    start_ns: int
+    """Of the first span that was kept, epoch ns."""
     kept: int
     """Steps of which something was kept; a step of several ranks counts once."""
     total: int
-    """Highest number of a kept step, plus 1, summed over runs: the run had at least so many."""
+    """Highest number of a kept step, plus 1: the run had at least so many."""
     keep_reasons: Mapping[str, int]
     times: Times | None
     ranks: Sequence[Rank]
+    missing: Ranks
+    arrivals: Arrivals
+    stalls: Sequence[Stall]
+    """Reports of stalls, failed collectives and failures to set up groups, by start."""
+    stalls_left_out: int
     slowest: Sequence[Step]
     failed: Sequence[Step]
     evaluation: Evaluation
     fetches: Sequence[Fetches]
     """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
-    """(span name, error.type) → how many failed spans of otel-dl's outside `train.step` itself."""
+    """(span name, error.type) → how many failed spans of otel-dl's beside `train.step` itself and `stalls`."""
     loading: Loading
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
 
 
-def summarize(spans: Iterable[Span]) -> Summary:
-    """Consumes `spans` once, in any order; keeps a few hundred bytes a step."""
-    steps: list[Step] = []
-    phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    by_workers: list[int] = []
-    by_training: list[int] = []
-    workers: set[tuple[object, ...]] = set()
-    runs: dict[str, None] = {}
-    failed_elsewhere: Counter[tuple[str, str]] = Counter()
-    loading = Collector()
-    evaluations = evaluation_ns = user_spans = dropped = 0
+def summarize(spans: Iterable[Span]) -> list[Summary]:
+    """Of each run, by start. Consumes `spans` once, in any order; keeps under 2 KB a step and rank.
 
+    Spans of the user's own whose resource names no run are those of the one run; of several, they come first, as a
+    summary without a run.
+    """
+    runs: dict[str, _Run] = {}
     for span in spans:
+        name = text_of(span, "dl.run.id")
+        run = runs.get(name)
+        if run is None:
+            run = runs[name] = _Run(name)
+        run.add(span)
+    nameless = runs.get("")
+    if nameless is not None and len(runs) == 2 and nameless.start_ns is None:
+        del runs[""]
+        (run,) = runs.values()
+        run.user_spans += nameless.user_spans
+    return [run.result() for run in sorted(runs.values(), key=lambda run: run.start_ns or 0)] or [_Run("").result()]
+
+
+class _Run:
+    """What is kept of the spans of one run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.start_ns: int | None = None
+        """Of its first span; None: it has none of otel-dl's own."""
+        self.user_spans = 0
+        self._steps: list[Step] = []
+        self._phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._by_workers: list[int] = []
+        self._by_training: list[int] = []
+        self._workers: set[tuple[object, ...]] = set()
+        self._failed_elsewhere: Counter[tuple[str, str]] = Counter()
+        self._loading = loading.Collector()
+        self._arrivals = arrivals.Collector()
+        self._stalls = stalls.Collector()
+        self._evaluations = self._evaluation_ns = self._dropped = 0
+
+    def add(self, span: Span) -> None:
         if span.scope != SCOPE:
-            user_spans += 1
-            continue
-        runs.setdefault(_text(span, "dl.run.id"))
-        dropped += _number(span, "otel_dl.dropped")
-        loading.add(span)
+            self.user_spans += 1
+            return
+        self.start_ns = span.start_ns if self.start_ns is None else min(self.start_ns, span.start_ns)
+        self._dropped += number_of(span, "otel_dl.dropped")
+        self._loading.add(span)
+        self._arrivals.add(span)
+        stalled = self._stalls.add(span)
         if span.name == SpanName.STEP:
-            steps.append(_step(span))
+            self._steps.append(_step(span))
         elif span.name in PARTS:
-            phases[span.parent_id][PARTS[span.name]] += span.duration_ns
+            self._phases[span.parent_id][PARTS[span.name]] += span.duration_ns
         elif span.name == SpanName.FETCH:
             if "dl.worker.id" in span.attributes:
-                by_workers.append(span.duration_ns)
+                self._by_workers.append(span.duration_ns)
                 loader, worker = span.attributes.get("dl.loader.id"), span.attributes["dl.worker.id"]
-                workers.add((_text(span, "dl.run.id"), loader, _number(span, "dl.rank"), worker))
+                self._workers.add((loader, number_of(span, "dl.rank"), worker))
             else:
-                by_training.append(span.duration_ns)
+                self._by_training.append(span.duration_ns)
         elif span.name == SpanName.EVAL:
-            evaluations += 1
-            evaluation_ns += span.duration_ns
-        if span.failed and span.name != SpanName.STEP:
-            failed_elsewhere[span.name, _text(span, "error.type")] += 1
+            self._evaluations += 1
+            self._evaluation_ns += span.duration_ns
+        if span.failed and span.name != SpanName.STEP and not stalled:
+            self._failed_elsewhere[span.name, text_of(span, "error.type")] += 1
 
-    reasons = _keep_reasons(steps)
-    times = _times(steps, phases) if steps else None
-    by_rank: defaultdict[int, list[Step]] = defaultdict(list)
-    for step in steps:
-        by_rank[step.rank].append(step)
-    return Summary(
-        runs=[run for run in runs if run],
-        kept=len(reasons),
-        total=_total(steps),
-        keep_reasons=Counter(reasons.values()),
-        times=times,
-        ranks=[_rank(rank, by_rank[rank], phases) for rank in sorted(by_rank)],
-        slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
-        failed=sorted((s for s in steps if s.failed), key=lambda step: (step.run, step.number, step.rank)),
-        evaluation=Evaluation(evaluations, evaluation_ns),
-        fetches=[
-            Fetches(_distribution(times), count)
-            for times, count in ((by_workers, len(workers)), (by_training, 0))
-            if times
-        ],
-        failed_elsewhere=failed_elsewhere,
-        loading=loading.result(
-            {step.span_id: step.duration_ns for step in _even(steps)},
-            times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,
-        ),
-        user_spans=user_spans,
-        dropped=dropped,
-    )
+    def result(self) -> Summary:
+        steps, phases = self._steps, self._phases
+        reasons = _keep_reasons(steps)
+        times = _times(steps, phases) if steps else None
+        by_rank: defaultdict[int, list[Step]] = defaultdict(list)
+        for step in steps:
+            by_rank[step.rank].append(step)
+        return Summary(
+            run=self.name,
+            start_ns=self.start_ns or 0,
+            kept=len(reasons),
+            total=_total(steps),
+            keep_reasons=Counter(reasons.values()),
+            times=times,
+            ranks=[_rank(rank, by_rank[rank], phases) for rank in sorted(by_rank)],
+            missing=self._stalls.ranks(),
+            arrivals=self._arrivals.result(),
+            stalls=self._stalls.stalls(),
+            stalls_left_out=self._stalls.left_out,
+            slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
+            failed=sorted((s for s in steps if s.failed), key=lambda step: (step.number, step.rank)),
+            evaluation=Evaluation(self._evaluations, self._evaluation_ns),
+            fetches=[
+                Fetches(distribution(each), count)
+                for each, count in ((self._by_workers, len(self._workers)), (self._by_training, 0))
+                if each
+            ],
+            failed_elsewhere=self._failed_elsewhere,
+            loading=self._loading.result(
+                {step.span_id: step.duration_ns for step in _even(steps)},
+                times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,
+            ),
+            user_spans=self.user_spans,
+            dropped=self._dropped,
+        )
 
 
 def _step(span: Span) -> Step:
     return Step(
-        run=_text(span, "dl.run.id"),
-        rank=_number(span, "dl.rank"),
-        number=_number(span, "dl.step"),
+        rank=number_of(span, "dl.rank"),
+        number=number_of(span, "dl.step"),
         trace_id=span.trace_id,
         span_id=span.span_id,
         duration_ns=span.duration_ns,
-        keep_reason=_text(span, "dl.keep.reason"),
+        keep_reason=text_of(span, "dl.keep.reason"),
         failed=span.failed,
-        error_type=_text(span, "error.type"),
+        error_type=text_of(span, "error.type"),
     )
 
 
-def _keep_reasons(steps: Iterable[Step]) -> Mapping[tuple[str, int], str]:
-    """(run, number) of a step → why it was kept; where its ranks differ, the one that is tried first."""
-    reasons: dict[tuple[str, int], str] = {}
+def _keep_reasons(steps: Iterable[Step]) -> Mapping[int, str]:
+    """Number of a step → why it was kept; where its ranks differ, the one that is tried first."""
+    reasons: dict[int, str] = {}
     for step in steps:
-        key = (step.run, step.number)
-        reasons[key] = min(reasons.get(key, step.keep_reason), step.keep_reason, key=_precedence)
+        former = reasons.get(step.number, step.keep_reason)
+        reasons[step.number] = min(former, step.keep_reason, key=_precedence)
     return reasons
 
 
@@ -210,14 +257,11 @@ def _precedence(reason: str) -> int:
 
 
 def _rank(rank: int, steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]]) -> Rank:
-    return Rank(rank, len({(step.run, step.number) for step in steps}), _total(steps), _times(steps, phases))
+    return Rank(rank, len({step.number for step in steps}), _total(steps), _times(steps, phases))
 
 
 def _total(steps: Iterable[Step]) -> int:
-    totals: dict[str, int] = {}
-    for step in steps:
-        totals[step.run] = max(totals.get(step.run, 0), step.number + 1)
-    return sum(totals.values())
+    return max((step.number + 1 for step in steps), default=0)
 
 
 def _times(steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]]) -> Times:
@@ -230,7 +274,7 @@ def _times(steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]]) -> Ti
     parts[OTHER] = max(0, whole - parts.total())
     shares = {part: nanoseconds / whole if whole else 0.0 for part, nanoseconds in parts.items()}
     return Times(
-        _distribution([step.duration_ns for step in chosen]),
+        distribution([step.duration_ns for step in chosen]),
         any(step.keep_reason == KeepReason.HEAD for step in chosen),
         shares,
     )
@@ -241,21 +285,10 @@ def _even(steps: Sequence[Step]) -> Sequence[Step]:
     return [step for step in steps if step.keep_reason == KeepReason.HEAD] or steps
 
 
-def _distribution(durations: Sequence[int]) -> Distribution:
+def distribution(durations: Sequence[int]) -> Distribution:
     ordered = sorted(durations)
     return Distribution(
         size=len(ordered),
         median_ns=statistics.median(ordered),
         p99_ns=ordered[math.ceil(0.99 * len(ordered)) - 1],
     )
-
-
-def _text(span: Span, name: str) -> str:
-    """The attribute of the span, else of its resource, else ""."""
-    value = span.attributes.get(name, span.resource.get(name, ""))
-    return value if isinstance(value, str) else str(value)
-
-
-def _number(span: Span, name: str) -> int:
-    value = span.attributes.get(name, span.resource.get(name, 0))
-    return value if isinstance(value, int) else 0

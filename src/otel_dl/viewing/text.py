@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from otel_dl.semconv import SpanName
+from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
-from otel_dl.viewing.summary import Distribution, Rank, Step, Summary, Times
+from otel_dl.viewing.stalls import Ranks, Stall, as_ranges
+from otel_dl.viewing.summary import PARTS, Distribution, Rank, Step, Summary, Times, distribution
 
 _LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
+_LATE_SHOWN = 4
+_STALLS_SHOWN = 8
 _IN_ORDER = "as batches are handed out in order, unless in_order=False"
 
 
-def render_summary(summary: Summary, jaeger_url: str = "") -> str:
-    """Some lines of text. With `jaeger_url` trace ids are links to `<jaeger_url>/trace/<id>`."""
-    return "\n".join(_labelled(_summary_rows(summary, jaeger_url.rstrip("/"))))
+def render_summary(summary: Summary, jaeger_url: str = "", each_step: bool = False) -> str:
+    """Some lines of text; with `each_step` one more for each kept step, of the rank that arrived last in it.
+
+    With `jaeger_url` trace ids are links to `<jaeger_url>/trace/<id>`.
+    """
+    return "\n".join(_labelled(_summary_rows(summary, jaeger_url.rstrip("/"), each_step)))
+
+
+def render_heading(summary: Summary) -> str:
+    """One line: what a run is told by where it is not told whole."""
+    return "\n".join(_labelled([("Run", f"{summary.run or 'not known'}: {_steps(summary)}")]))
 
 
 def render_reading(reading: Reading) -> str:
@@ -33,9 +45,9 @@ def _labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         former = label
 
 
-def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]]:
-    for run in summary.runs:
-        yield "Run", run
+def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterator[tuple[str, str]]:
+    if summary.run:
+        yield "Run", summary.run
     yield "Steps", _steps(summary)
     if summary.times is not None:
         yield "Step time", f"{_distribution(summary.times.steps)} ({_basis(summary.times)})"
@@ -46,6 +58,8 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
             yield "Ranks", _rank(rank)
         if len(summary.ranks) > _RANKS_SHOWN:
             yield "Ranks", f"and {len(summary.ranks) - _RANKS_SHOWN} more"
+    yield from _missing_rows(summary.missing)
+    yield from _arrival_rows(summary.arrivals, each_step)
     for fetches in summary.fetches:
         by = f"{fetches.workers} worker{_plural(fetches.workers)}" if fetches.workers else "the training process"
         batches = fetches.times.size
@@ -67,6 +81,7 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
         yield "Failed", f"{step.error_type or 'error'}: {_step(step, several_ranks, jaeger_url)}"
     if len(summary.failed) > _FAILED_SHOWN:
         yield "Failed", f"and {len(summary.failed) - _FAILED_SHOWN} more steps"
+    yield from _stall_rows(summary.stalls, summary.stalls_left_out)
     for (name, error_type), count in summary.failed_elsewhere.items():
         error = error_type or "error"
         if name == SpanName.WORKER:
@@ -76,6 +91,122 @@ def _summary_rows(summary: Summary, jaeger_url: str) -> Iterator[tuple[str, str]
     if summary.user_spans:
         yield "Own spans", f"{summary.user_spans:,} of the script's own"
     yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
+
+
+def _missing_rows(missing: Ranks) -> Iterator[tuple[str, str]]:
+    if missing.unread:
+        yield "Missing", f"nothing was read of {_ranks(missing.unread)} of {missing.world:,}"
+    if missing.without_step:
+        yield "Missing", f"no step was kept of {_ranks(missing.without_step)}"
+
+
+def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, str]]:
+    for operation in arrivals.operations:
+        yield (
+            "Collectives",
+            f"{operation.collectives:,} × {operation.name}: until the last rank came {_of(operation.wait_ns)}; from"
+            f" then on {_of(operation.transfer_ns)}",
+        )
+    for late in arrivals.ranks[:_LATE_SHOWN]:
+        yield "Arrived last", _late(late, arrivals.compared)
+    rest = arrivals.ranks[_LATE_SHOWN:]
+    if rest:
+        total = sum(late.late_ns for late in rest)
+        yield (
+            "Arrived last",
+            f"{len(rest)} other rank{_plural(len(rest))}: in {sum(late.steps for late in rest):,} steps,"
+            f" {_duration(total)} in all",
+        )
+    if arrivals.even:
+        yield "Arrived last", f"no rank for sure: in {arrivals.even:,} of {_number_of_steps(arrivals.compared)}"
+    if arrivals.lacking:
+        yield (
+            "Arrived last",
+            f"not told of {_number_of_steps(len(arrivals.lacking))}: ranks are missing in them",
+        )
+    if arrivals.unclear:
+        yield (
+            "Arrived last",
+            f"not told of {_number_of_steps(len(arrivals.unclear))}: how far the hosts' clocks are apart is not known",
+        )
+    if arrivals.left_out:
+        yield "Arrived last", f"{arrivals.left_out:,} spans of collectives were left out: there are too many"
+    if each_step:
+        yield from _each_step(arrivals)
+    else:
+        for arrival in sorted(arrivals.steps, key=lambda each: -each.late_ns)[:_LATE_SHOWN]:
+            yield "Latest", _arrival(arrival)
+
+
+def _each_step(arrivals: Arrivals) -> Iterator[tuple[str, str]]:
+    told = {arrival.step: _arrival(arrival) for arrival in arrivals.steps}
+    told |= {step: f"step {step}: not told, ranks are missing" for step in arrivals.lacking}
+    told |= {step: f"step {step}: not told, clocks are not known" for step in arrivals.unclear}
+    for step in sorted(told):
+        yield "Last in", told[step]
+
+
+def _late(late: Late, compared: int) -> str:
+    longer = ", ".join(
+        f"{_part(part)} in {count:,}" for part, count in sorted(late.longer.items(), key=lambda item: -item[1])
+    )
+    return (
+        f"rank {late.rank}: in {late.steps:,} of {_number_of_steps(compared)}, the others waited"
+        f" {_duration(late.late_ns)} for it in all, {_percent(late.share)} of the steps' time; what took it longer:"
+        f" {longer}"
+    )
+
+
+def _arrival(arrival: Arrival) -> str:
+    return (
+        f"step {arrival.step}: rank {arrival.rank}, {_duration(arrival.late_ns)} late, at {arrival.collectives:,} of"
+        f" {arrival.of:,} collective{_plural(arrival.of)}; what took it longer: {_part(arrival.longer)}"
+    )
+
+
+def _part(longer: str) -> str:
+    return PARTS.get(longer, longer) or "not known"
+
+
+def _stall_rows(stalls: Sequence[Stall], left_out: int) -> Iterator[tuple[str, str]]:
+    for stall in stalls[:_STALLS_SHOWN]:
+        by = f"{_ranks(stall.ranks)}" + (f", {stall.count} times" if stall.count > len(stall.ranks) else "")
+        if stall.name == SpanName.STALL:
+            error = f"{stall.error_type}: " if stall.error_type else ""
+            yield "Stalled", f"{error}{stall.words or _not_come(stall)} (told by {by})"
+        else:
+            which = f" {stall.seq}" if stall.seq is not None else ""
+            group = f" of group {stall.group}" if stall.group else ""
+            yield (
+                "Failed",
+                f"{stall.error_type or 'error'} in {stall.name}{which}{group} on {by}; {_not_come(stall)}",
+            )
+    more = sum(stall.count for stall in stalls[_STALLS_SHOWN:]) + left_out
+    if more:
+        yield "Failed", f"and {more:,} more stalls and failures of collectives"
+
+
+def _not_come(stall: Stall) -> str:
+    if not stall.known:
+        return "who had not come is not known"
+    reasons: dict[str, list[int]] = {}
+    for missed in stall.missing:
+        reasons.setdefault(missed.reason, []).append(missed.rank)
+    who = "; ".join(f"{_ranks(ranks)} ({reason})" for reason, ranks in reasons.items())
+    more = stall.missing_count - len(stall.missing)
+    return f"had not come: {who or 'nobody'}" + (f" and {more:,} more" if more > 0 else "")
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{_plural(len(ranks))} {as_ranges(ranks)}"
+
+
+def _number_of_steps(count: int) -> str:
+    return f"{count:,} kept step{_plural(count)}"
+
+
+def _of(durations: Sequence[int]) -> str:
+    return _distribution(distribution(durations))
 
 
 def _loading_rows(loading: Loading, several_ranks: bool) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,430 @@
+"""What the report says of several ranks: who arrived last, who is missing, who is stuck. The traces are written as
+ranks write them, by a model of a job in which a collective ends when its last rank has come."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+
+from otel_dl.export.file import FileSpanExporter
+from otel_dl.recording import ids
+from otel_dl.viewing.arrivals import OUTSIDE, Arrivals
+from otel_dl.viewing.reading import Reading, read_spans
+from otel_dl.viewing.summary import Summary, summarize
+from otel_dl.viewing.text import render_summary
+
+MS = 1_000_000
+EPOCH = 1_700_000_000 * 10**9
+
+
+class Rank:
+    """One rank: the time that it is, on the true clock, and the spans that it writes, on its own."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        self.now = EPOCH
+        self.spans: list[ReadableSpan] = []
+        self.skew = job.skew.get(rank, 0)
+        """Of its clock against rank 0's, ms."""
+        self.clock: dict[str, Any] = {}
+        """What it says of that."""
+        if job.error is not None:
+            self.clock = {
+                "dl.clock.offset_ns": round(self.skew * MS),
+                "dl.clock.error_ns": 0 if rank == 0 else round(job.error * MS),
+            }
+        host = f"node-{rank}" if job.many_hosts else "node"
+        self.resource = Resource({"dl.run.id": job.run, "dl.rank": rank, "dl.world_size": job.world, "host.name": host})
+
+    def span(
+        self, name: str, trace: int, start: int, end: int, parent: SpanContext | None = None, words: str = "",
+        **attributes: Any,
+    ) -> SpanContext:  # fmt: skip
+        context = SpanContext(trace, random.getrandbits(63) | 1, False, TraceFlags(1))
+        named = {key.replace("__", "."): value for key, value in attributes.items()}
+        failed = bool(words) or "error.type" in named
+        self.spans.append(
+            ReadableSpan(
+                name,
+                context,
+                parent=parent,
+                resource=self.resource,
+                attributes=named,
+                status=Status(StatusCode.ERROR, words or None) if failed else Status(StatusCode.UNSET),
+                start_time=start + round(self.skew * MS),
+                end_time=end + round(self.skew * MS),
+                instrumentation_scope=InstrumentationScope("otel_dl"),
+            )
+        )
+        return context
+
+    def first(self, name: str, trace: int, start: int, end: int, **attributes: Any) -> SpanContext:
+        said = {"dl.run.id": self.job.run, "dl.rank": self.rank, "dl.world_size": self.job.world, **self.clock}
+        return self.span(name, trace, start, end, **said, **attributes)
+
+
+class Job:
+    """Ranks that train, step by step, like DDP: `next`, forward, backward with three buckets, a collective that is
+    waited for, optimizer. Each phase takes a few ms, and up to `jitter` ms more."""
+
+    def __init__(
+        self, world: int = 4, run: str = "job-1", skew: dict[int, float] | None = None, error: float | None = 0.05,
+        many_hosts: bool = True, jitter: float = 1, groups: Sequence[Sequence[int]] | None = None, ddp: bool = True,
+    ) -> None:  # fmt: skip
+        self.world, self.run, self.skew, self.error = world, run, skew or {}, error
+        self.many_hosts, self.jitter, self.ddp = many_hosts, jitter, ddp
+        self.ranks = [Rank(self, rank) for rank in range(world)]
+        self.groups = groups or [range(world)]
+        """Each step ends with one collective of each of these, in this order."""
+        self.numbers: dict[str, int] = {}
+        self.random = random.Random(0)
+
+    def step(
+        self, number: int, slow: dict[tuple[int, str], float] | None = None, kept: Sequence[int] | None = None,
+        ahead: dict[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """`slow`: (rank, phase) → ms more. Only ranks in `kept` write it. `ahead`: rank → how many steps more it has
+        counted."""
+        slow, ahead = slow or {}, ahead or {}
+        spans: dict[Rank, list[tuple[Any, ...]]] = {rank: [] for rank in self.ranks}
+        starts = {rank: rank.now for rank in self.ranks}
+
+        def phase(name: str, ms: float) -> None:
+            for rank in self.ranks:
+                begun = rank.now
+                work = ms + slow.get((rank.rank, name), 0) + self.random.uniform(0, self.jitter)
+                rank.now += round(work * MS)
+                if name != OUTSIDE:
+                    spans[rank].append((name, begun, rank.now, {}))
+
+        phase("dataloader.next", 2)
+        phase("forward", 5)
+        if self.ddp:
+            begun = {rank: rank.now for rank in self.ranks}
+            phase("backward", 4)
+            computed = {rank: rank.now - begun[rank] for rank in self.ranks}
+            for bucket in range(3):
+                issues = {rank: begun[rank] + computed[rank] * (bucket + 1) // 3 for rank in self.ranks}
+                ended = self.collective("0", issues, 1, spans, bucket)
+                for rank in self.ranks:
+                    rank.now = max(rank.now, ended)
+            for rank in self.ranks:  # it waits for its buckets
+                at = next(at for at, each in enumerate(spans[rank]) if each[0] == "backward")
+                spans[rank][at] = ("backward", begun[rank], rank.now, {})
+        phase(OUTSIDE, 1)
+        for at, members in enumerate(self.groups):
+            issues = {rank: rank.now for rank in self.ranks if rank.rank in members}
+            ended = self.collective(str(at), issues, 1, spans)
+            for rank in issues:
+                rank.now = ended
+            phase(OUTSIDE + str(at), 0)
+        phase("optimizer.step", 1)
+        for rank in self.ranks:
+            if kept is not None and rank.rank not in kept:
+                continue
+            mine = number + ahead.get(rank.rank, 0)
+            trace = ids.trace_id(self.run, "step", mine)
+            step = rank.first("train.step", trace, starts[rank], rank.now, dl__step=mine, dl__keep__reason="head")
+            for name, start, end, attributes in sorted(spans[rank], key=lambda each: each[1]):
+                rank.span(name, trace, start, end, step, **attributes)
+
+    def collective(
+        self, group: str, issues: dict[Rank, int], ms: float, spans: dict[Rank, list[tuple[Any, ...]]],
+        bucket: int | None = None,
+    ) -> int:  # fmt: skip
+        """Ends when the last rank has come, and the transfer is done."""
+        ended = max(issues.values()) + round(ms * MS)
+        self.numbers[group] = self.numbers.get(group, 0) + 1
+        for rank, issue in issues.items():
+            said: dict[str, Any] = {
+                "dl__group__id": group,
+                "dl__group__size": len(issues),
+                "dl__collective__seq": self.numbers[group],
+                "dl__collective__async": bucket is not None,
+            }
+            if bucket is not None:
+                said["dl__bucket__index"] = bucket
+            spans[rank].append(("dist.all_reduce", issue, ended, said))
+        return ended
+
+    def write(self, folder: Path, without: Sequence[int] = ()) -> None:
+        for rank in self.ranks:
+            if rank.rank not in without:
+                FileSpanExporter(folder).export(rank.spans)
+
+    def summary(self, folder: Path, without: Sequence[int] = ()) -> Summary:
+        self.write(folder, without)
+        (summary,) = summarize(read_spans(Reading(folder)))
+        return summary
+
+    def arrivals(self, folder: Path, without: Sequence[int] = ()) -> Arrivals:
+        return self.summary(folder, without).arrivals
+
+
+def lines(summary: Summary, label: str, each_step: bool = False) -> Iterator[str]:
+    """The text of all rows under that label."""
+    current = ""
+    for line in render_summary(summary, each_step=each_step).splitlines():
+        current = line[:15].strip() or current
+        if current == label:
+            yield line[15:]
+
+
+class TestArrivedLast:
+    @pytest.mark.parametrize("ddp", [True, False])
+    def test_a_rank_drawn_anew_each_step_is_named_in_every_step_with_what_took_it_longer(
+        self, tmp_path: Path, ddp: bool
+    ) -> None:
+        job = Job(8, ddp=ddp, skew={rank: 20 * (-1) ** rank for rank in range(1, 8)})
+        phases = ["dataloader.next", "forward", *(["backward"] if ddp else []), OUTSIDE]
+        drawn = [(job.random.randrange(8), job.random.choice(phases)) for _ in range(100)]
+        for number, who in enumerate(drawn):
+            job.step(number, {who: 50})
+        arrivals = job.arrivals(tmp_path)
+        assert (arrivals.compared, arrivals.even, arrivals.lacking, arrivals.unclear) == (100, 0, [], [])
+        assert [(arrival.rank, arrival.longer) for arrival in arrivals.steps] == drawn
+        for arrival in arrivals.steps:
+            assert arrival.late_ns == pytest.approx(50 * MS, abs=4 * MS)
+        assert sum(late.steps for late in arrivals.ranks) == 100
+        (operation,) = arrivals.operations
+        assert operation.collectives == 100 * (4 if ddp else 1)
+        assert set(operation.transfer_ns) == {MS}
+
+    def test_lateness_at_buckets_is_lost_once_and_what_is_lost_after_a_wait_comes_on_top(self, tmp_path: Path) -> None:
+        job = Job(jitter=0)
+        job.step(0, {(2, "forward"): 50})
+        job.step(1, {(2, "forward"): 50, (2, OUTSIDE): 30})
+        first, second = job.arrivals(tmp_path).steps
+        assert (first.rank, first.late_ns, first.collectives, first.of) == (2, 50 * MS, 3, 4)
+        assert (second.rank, second.late_ns, second.collectives) == (2, 80 * MS, 4)
+        assert second.longer == "forward"
+
+    def test_nobody_is_named_where_all_come_within_the_errors_of_their_clocks(self, tmp_path: Path) -> None:
+        job = Job(error=30)
+        job.step(0, {(1, "forward"): 50})
+        job.step(1, {(1, "forward"): 80})
+        arrivals = job.arrivals(tmp_path)
+        assert [arrival.step for arrival in arrivals.steps] == [1]
+        assert (arrivals.compared, arrivals.even) == (2, 1)
+
+    def test_two_ranks_that_are_equally_late_are_not_told_apart(self, tmp_path: Path) -> None:
+        job = Job(jitter=0)
+        job.step(0, {(1, "forward"): 50, (2, "forward"): 50.05})
+        assert job.arrivals(tmp_path).steps == []
+
+    def test_clocks_of_several_hosts_that_nobody_compared_say_nothing(self, tmp_path: Path) -> None:
+        job = Job(error=None)
+        job.step(0, {(1, "forward"): 50})
+        summary = job.summary(tmp_path)
+        assert (summary.arrivals.steps, summary.arrivals.unclear) == ([], [0])
+        assert "clocks are apart is not known" in " ".join(lines(summary, "Arrived last"))
+
+    def test_ranks_of_one_host_read_one_clock(self, tmp_path: Path) -> None:
+        job = Job(error=None, many_hosts=False)
+        job.step(0, {(1, "forward"): 50})
+        assert [arrival.rank for arrival in job.arrivals(tmp_path).steps] == [1]
+
+    def test_where_a_rank_is_missing_nothing_is_said_of_the_step(self, tmp_path: Path) -> None:
+        job = Job()
+        for number in range(4):
+            job.step(number, {(3, "forward"): 50, (1, "forward"): 20}, kept=[0, 1, 2] if number == 2 else None)
+        summary = job.summary(tmp_path)
+        assert [arrival.step for arrival in summary.arrivals.steps] == [0, 1, 3]
+        assert summary.arrivals.lacking == [2]
+        assert "step 2: not told, ranks are missing" in list(lines(summary, "Last in", each_step=True))
+
+    def test_where_the_file_of_a_rank_is_missing_nobody_is_named_and_the_rank_is(self, tmp_path: Path) -> None:
+        job = Job()
+        for number in range(4):
+            job.step(number, {(3, "forward"): 50, (1, "forward"): 20})
+        summary = job.summary(tmp_path, without=[3])
+        assert (summary.arrivals.steps, summary.arrivals.operations) == ([], [])
+        assert list(lines(summary, "Missing")) == ["nothing was read of rank 3 of 4"]
+        assert list(lines(summary, "Arrived last")) == ["not told of 4 kept steps: ranks are missing in them"]
+
+    def test_ranks_that_count_steps_differently_are_still_compared(self, tmp_path: Path) -> None:
+        job = Job()
+        for number in range(10):
+            job.step(number, {(number % 4, "forward"): 50}, ahead={1: 2, 3: number})
+        arrivals = job.arrivals(tmp_path)
+        assert [(each.step, each.rank) for each in arrivals.steps] == [(number, number % 4) for number in range(10)]
+        assert {each.longer for each in arrivals.steps} == {"forward"}
+
+    @pytest.mark.parametrize(
+        ("slow", "named"),
+        [
+            ({(0, "forward"): 50}, (0, 50)),
+            ({(3, "forward"): 50}, (3, 50)),
+            ({(1, "forward"): 50}, (1, 50)),
+            ({(0, "forward"): 50, (1, OUTSIDE + "0"): 70}, (1, 70)),
+        ],
+    )
+    def test_a_late_rank_of_one_group_is_not_laid_on_those_that_waited_for_it(
+        self, tmp_path: Path, slow: dict[tuple[int, str], float], named: tuple[int, float]
+    ) -> None:
+        """Rank 0 holds up rank 1 in their group; rank 1 comes late for rank 2 then, in theirs, through no fault of
+        its own."""
+        job = Job(groups=[[0, 1], [2, 3], [1, 2]], ddp=False, jitter=0)
+        job.step(0, slow)
+        (arrival,) = job.arrivals(tmp_path).steps
+        assert (arrival.rank, arrival.late_ns / MS) == named
+
+    def test_a_rank_that_comes_after_the_others_have_given_up_has_held_them_up_until_then(self, tmp_path: Path) -> None:
+        job = Job(2, ddp=False)
+        for rank, issue, end in [(0, 0, 20), (1, 50, 51)]:
+            trace = ids.trace_id(job.run, "step", 0)
+            step = job.ranks[rank].first("train.step", trace, EPOCH, EPOCH + 60 * MS, dl__step=0)
+            said: dict[str, Any] = {"dl__group__id": "0", "dl__group__size": 2, "dl__collective__seq": 1}
+            start, end = EPOCH + issue * MS, EPOCH + end * MS
+            job.ranks[rank].span("dist.all_reduce", trace, start, end, step, error__type="GLOO_TIMEOUT", **said)
+        assert [(each.rank, each.late_ns) for each in job.arrivals(tmp_path).steps] == [(1, 20 * MS)]
+
+    def test_a_phase_is_not_named_where_the_numbers_show_none(self, tmp_path: Path) -> None:
+        """The time was lost after the last collective of the former step."""
+        job = Job()
+        job.step(0)
+        job.step(1, {(2, "optimizer.step"): 50})
+        job.step(2)
+        summary = job.summary(tmp_path)
+        arrival = next(each for each in summary.arrivals.steps if each.step == 2)
+        assert (arrival.rank, arrival.longer) == (2, "")
+        assert "what took it longer: not known" in next(lines(summary, "Latest"))
+
+    def test_a_broadcast_that_a_rank_comes_late_to_holds_nobody_up(self, tmp_path: Path) -> None:
+        job = Job(2, ddp=False)
+        for rank, issue, end in [(0, 0, 1), (1, 50, 51)]:
+            it = job.ranks[rank]
+            trace = ids.trace_id(job.run, "step", 0)
+            step = it.first("train.step", trace, EPOCH, EPOCH + 60 * MS, dl__step=0)
+            said: dict[str, Any] = {"dl__group__id": "0", "dl__group__size": 2, "dl__collective__seq": 1}
+            it.span("dist.broadcast", trace, EPOCH + issue * MS, EPOCH + end * MS, step, **said)
+        arrivals = job.arrivals(tmp_path)
+        assert (arrivals.compared, arrivals.steps) == (1, [])
+        assert list(arrivals.operations[0].wait_ns) == [0, 0]
+        assert list(arrivals.operations[0].transfer_ns) == [MS, MS]
+
+    def test_another_operation_under_the_same_number_is_another_collective(self, tmp_path: Path) -> None:
+        job = Job(2, ddp=False)
+        for rank, name in enumerate(["dist.all_reduce", "dist.all_gather"]):
+            trace = ids.trace_id(job.run, "step", 0)
+            step = job.ranks[rank].first("train.step", trace, EPOCH, EPOCH + 60 * MS, dl__step=0)
+            said: dict[str, Any] = {"dl__group__id": "0", "dl__group__size": 2, "dl__collective__seq": 1}
+            job.ranks[rank].span(name, trace, EPOCH, EPOCH + MS, step, **said)
+        arrivals = job.arrivals(tmp_path)
+        assert (arrivals.steps, arrivals.lacking) == ([], [0])
+
+    def test_a_number_that_comes_twice_on_a_rank_says_nothing(self, tmp_path: Path) -> None:
+        """The process group was made anew."""
+        job = Job(2)
+        job.step(0, {(1, "forward"): 50})
+        job.numbers.clear()
+        job.step(1, {(1, "forward"): 50})
+        arrivals = job.arrivals(tmp_path)
+        assert arrivals.steps == []
+        assert arrivals.lacking == [0]
+
+    def test_numbers_beyond_all_bounds_are_left_out(self, tmp_path: Path) -> None:
+        job = Job(2)
+        job.step(0, {(1, "forward"): 50})
+        said: dict[str, Any] = {"dl__group__id": "0", "dl__group__size": 2, "dl__collective__seq": 2**62}
+        job.ranks[0].span("dist.all_reduce", 7, EPOCH, EPOCH, **said)
+        assert [each.rank for each in job.arrivals(tmp_path).steps] == [1]
+
+    def test_what_the_summary_says(self, tmp_path: Path) -> None:
+        job = Job(jitter=0)
+        for number in range(10):
+            job.step(number, {(2, "dataloader.next"): 50} if number % 2 else {})
+        summary = job.summary(tmp_path)
+        assert list(lines(summary, "Arrived last")) == [
+            "rank 2: in 5 of 10 kept steps, the others waited 250 ms for it in all, 62.5% of the steps' time; what took"
+            " it longer: data wait in 5",
+            "no rank for sure: in 5 of 10 kept steps",
+        ]
+        assert list(lines(summary, "Collectives")) == [
+            "40 × dist.all_reduce: until the last rank came median 0 µs, p99 50 ms; from then on median 1 ms, p99 1 ms"
+        ]
+        assert next(lines(summary, "Latest")) == (
+            "step 1: rank 2, 50 ms late, at 3 of 4 collectives; what took it longer: data wait"
+        )
+
+    def test_one_rank_has_nobody_to_wait_for(self, tmp_path: Path) -> None:
+        job = Job(1)
+        job.step(0)
+        text = render_summary(job.summary(tmp_path))
+        assert "Missing" not in text
+        assert "Latest" not in text
+
+
+class TestStalls:
+    def test_a_stall_is_told_once_in_its_words(self, tmp_path: Path) -> None:
+        job = Job()
+        words = "ranks 0, 1, 3 wait in all_reduce 431 of group default; rank 2 has been in dataloader.next for 93 s"
+        for rank in (0, 1, 3):
+            missing: dict[str, Any] = {"dl__missing_ranks": [2], "dl__missing__reason": ["late"]}
+            job.ranks[rank].first("train.stall", 99 + rank, EPOCH, EPOCH + MS, words=words, **missing)
+        summary = job.summary(tmp_path)
+        assert list(lines(summary, "Stalled")) == [f"{words} (told by ranks 0-1, 3)"]
+        assert list(lines(summary, "Missing")) == ["nothing was read of rank 2 of 4"]
+
+    def test_a_failed_collective_names_who_had_not_come_or_that_nobody_knows(self, tmp_path: Path) -> None:
+        job = Job()
+        for rank in (0, 1):
+            said: dict[str, Any] = {
+                "dl__group__id": "0",
+                "dl__group__size": 4,
+                "dl__collective__seq": 431,
+                "error__type": "GLOO_TIMEOUT",
+                "dl__missing_ranks": [2, 3],
+                "dl__missing__reason": ["late", "dead"],
+            }
+            words = f"[rank {rank}] Timed out waiting 5000ms"
+            job.ranks[rank].span("dist.all_reduce", 7, EPOCH, EPOCH + MS, words=words, **said)
+        job.ranks[3].span("dist.init_process_group", 8, EPOCH + MS, EPOCH + 2 * MS, error__type="GLOO_TIMEOUT")
+        assert list(lines(job.summary(tmp_path), "Failed")) == [
+            "GLOO_TIMEOUT in dist.all_reduce 431 of group 0 on ranks 0-1; had not come: rank 2 (late); rank 3 (dead)",
+            "GLOO_TIMEOUT in dist.init_process_group on rank 3; who had not come is not known",
+        ]
+
+    def test_a_rank_without_a_step_is_named(self, tmp_path: Path) -> None:
+        job = Job(2)
+        job.step(0, kept=[0])
+        job.ranks[1].first("train.startup", 5, EPOCH, EPOCH + MS)
+        assert list(lines(job.summary(tmp_path), "Missing")) == ["no step was kept of rank 1"]
+
+
+def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "otel_dl.cli", "report", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+
+
+class TestCommand:
+    def test_several_runs_of_one_folder_are_told_apart_the_latest_last(self, tmp_path: Path) -> None:
+        for at in (4, 2, 1, 3):
+            job = Job(2, run=f"job-{at}")
+            for rank in job.ranks:
+                rank.now += at * 1000 * MS
+            for number in range(at):
+                job.step(number, {(1, "forward"): 50})
+            job.write(tmp_path)
+        done = report(str(tmp_path), "--steps")
+        runs = [line[15:] for line in done.stdout.splitlines() if line.startswith("Run ")]
+        assert runs == ["job-1: 1 kept of at least 1 (kept as: head 1)", "job-2", "job-3", "job-4"]
+        assert "of each of these more: --run ID" in done.stdout
+        assert done.stdout.count("step 3: rank 1, 5") == 1
+        only = report(str(tmp_path), "--run", "job-1")
+        assert "Steps          1 kept of at least 1" in only.stdout
+        assert "job-2" not in only.stdout
+        none = report(str(tmp_path), "--run", "job-9")
+        assert none.returncode == 1
+        assert "none has an id that begins with 'job-9'" in none.stderr
