@@ -51,7 +51,7 @@ def ranks(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Rank]]:
     ranks = [Rank(server, 0, "a"), Rank(server, 1, "a"), Rank(server, 2, "b", AHEAD), Rank(server, 3, "b", AHEAD)]
     yield ranks
     for rank in ranks:
-        rank.clocks.stop()
+        rank.clocks.stop(rank.store)
 
 
 def test_the_clock_of_another_host_is_known_within_the_error_that_is_said(ranks: list[Rank]) -> None:

@@ -91,8 +91,10 @@ def address_of(store: Any) -> tuple[str, int] | None:
     """Host and port of a TCPStore, also within PrefixStores; None for any other store."""
 
     def address() -> tuple[str, int] | None:
+        from torch._C._distributed_c10d import TCPStore
+
         inner = store
-        while not isinstance(inner, distributed_c10d().TCPStore):
+        while not isinstance(inner, TCPStore):
             inner = inner.underlying_store  # a PrefixStore's; others have none
         return str(inner.host), int(inner.port)
 

@@ -12,7 +12,7 @@ other hosts.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Final
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 QUESTIONS: Final = 5
 """In a row: the best of them counts."""
 AGAIN_S: Final = 300.0
-_ANSWER_S: Final = 0.5
-"""How long a question waits for its answer at most."""
-_LISTEN_S: Final = 0.2
-_PATIENCE: Final = 25
-"""A ticket whose question has not come after so many times of listening is passed over where there are later ones."""
+_ANSWER_NS: Final = 100_000_000
+"""How long a question looks for its answer at most: one that takes longer is worth nothing."""
+_FOREVER_S: Final = 10 * 86_400.0
+_END_S: Final = 0.2
 _HOSTS: Final = "clock/hosts"
 _TICKETS: Final = "clock/tickets"
 
@@ -60,9 +59,11 @@ class Clocks:
         self._answers: list[tuple[int, int]] = []
         self._due = 0.0
         self._answerer: Answerer | None = None
+        self._late = 0
+        """The ticket for which rank 0 waited at the last tick, while there were later ones."""
 
     def connected(self, store: JobStore) -> None:
-        self.stop()
+        self.stop(None)
         self._begin()
         self._same_host()
 
@@ -91,8 +92,8 @@ class Clocks:
     def read(self, store: JobStore) -> None:
         if not self._is_elsewhere:
             self._same_host()
-            if self._run_id.rank == 0 and self._answerer is None and store.has(_HOSTS):
-                self._answerer = Answerer(store.address, store.prefix, self._now)
+            if self._run_id.rank == 0 and store.has(_HOSTS):
+                self._serve(store)
         elif self._asks is False and monotonic() >= self._due:
             found = store.get(f"clock/of/{self._here}")
             if found is not None:
@@ -107,8 +108,10 @@ class Clocks:
             asked = self._now()
             store.set(f"clock/q/{ticket}", "")
             self._due = monotonic() + self._hosts - 1
-            if not store.wait(f"clock/a/{ticket}", _ANSWER_S):
-                return
+            until = asked + _ANSWER_NS
+            while not store.has(f"clock/a/{ticket}"):
+                if self._now() > until:
+                    return
             answered = self._now()
             self._answers.append(estimate(asked, int(store.get(f"clock/a/{ticket}") or 0), answered))
             if len(self._answers) == QUESTIONS:
@@ -123,11 +126,21 @@ class Clocks:
         self._due = monotonic() + max(AGAIN_S, QUESTIONS * self._hosts)
         store.set(f"clock/of/{self._here}", f"{best[0]} {best[1]}")
 
-    def stop(self) -> None:
+    def _serve(self, store: JobStore) -> None:
+        if self._answerer is None:
+            self._answerer = Answerer(store.address, store.prefix, self._now)
+        # A rank that died between its ticket and its question must not keep the others waiting: `add` of 0 reads.
+        elif store.add(_TICKETS, 0) > self._answerer.ticket:
+            late = self._answerer.ticket
+            if late == self._late:
+                store.set(f"clock/q/{late}", "")
+            self._late = late
+
+    def stop(self, store: JobStore | None) -> None:
         """Ends rank 0's thread."""
-        if self._answerer is not None:
-            self._answerer.stop()
-            self._answerer = None
+        answerer, self._answerer = self._answerer, None
+        if answerer is not None:
+            answerer.stop(store)
 
     def after_fork(self) -> None:
         self._begin()
@@ -143,25 +156,21 @@ class Answerer:
 
     def __init__(self, address: tuple[str, int], prefix: str, now: Callable[[], int]) -> None:
         self._address, self._prefix, self._now = address, prefix, now
-        self._stopped = threading.Event()
+        self._stopped = False
+        self.ticket = 1
+        """Whose question is next."""
         self._thread = threads.start("otel-dl-clock", self._loop)
 
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join(2 * _LISTEN_S)
+    def stop(self, store: JobStore | None) -> None:
+        """Through `store`, by the question that it waits for; without one it ends with the connection."""
+        self._stopped = True
+        if store is not None:
+            store.set(f"clock/q/{self.ticket}", "")
+            self._thread.join(_END_S)
 
     def _loop(self) -> None:
-        try:
+        with contextlib.suppress(StoreGone):  # the exchange finds out, and begins anew
             store = JobStore(self._address, self._prefix)
-            ticket, missed = 1, 0
-            while not self._stopped.is_set():
-                if store.wait(f"clock/q/{ticket}", _LISTEN_S):
-                    store.set(f"clock/a/{ticket}", str(self._now()))
-                    ticket, missed = ticket + 1, 0
-                    continue
-                missed += 1
-                # `add` of 0 reads a counter.
-                if missed >= _PATIENCE and store.add(_TICKETS, 0) > ticket:
-                    ticket, missed = ticket + 1, 0
-        except StoreGone:
-            pass  # the exchange finds out, and begins anew
+            while store.wait(f"clock/q/{self.ticket}", _FOREVER_S) and not self._stopped:
+                store.set(f"clock/a/{self.ticket}", str(self._now()))
+                self.ticket += 1

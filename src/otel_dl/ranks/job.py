@@ -200,7 +200,7 @@ class JobRanks(Ranks):
         self._exchange.stop(min(deadline, time.monotonic() + LAST_S))
 
     def _farewell(self, store: JobStore | None) -> None:
-        self._one_trace.stop()
+        self._one_trace.stop(store)
         if store is not None:
             store.knock()
             self._statuses.publish(store)

@@ -52,9 +52,9 @@ class OneTrace:
     def last(self, store: JobStore) -> None:
         self.keep_requests.last(store)
 
-    def stop(self) -> None:
+    def stop(self, store: JobStore | None) -> None:
         """Ends the thread that answers other hosts."""
-        self.clocks.stop()
+        self.clocks.stop(store)
 
     def after_fork(self) -> None:
         """In a forked child, which is a run of its own."""

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import json
 import socket
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.log import logger
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
 KEY: Final = "run"
-_WAIT_S: Final = 0.5
-"""Of each tick, while rank 0's is not there."""
+_WAIT_S: Final = 0.4
+"""Of each tick, while rank 0's is not there. (`TCPStore.wait` writes a warning to stderr where the time is over.)"""
+_POLL_S: Final = 0.02
 
 
 def prefix(attempt: int, generation: int = 0) -> str:
@@ -120,9 +122,12 @@ class RunId:
         self._fill(expected, said)
 
     def _receive(self, store: JobStore, expected: Expected) -> None:
-        if not store.wait(KEY, _WAIT_S):
-            return
-        said = _read(store.get(KEY))
+        until = monotonic() + _WAIT_S
+        while (value := store.get(KEY)) is None:
+            if monotonic() > until:
+                return
+            sleep(_POLL_S)
+        said = _read(value)
         self.host_of_rank_0 = str(said["host"])
         self._fill(expected, said)
 

@@ -1,6 +1,7 @@
-"""One rank of a job that trains over gloo, and says what it did: `ranks_job.py STEPS [name=value …]`.
+"""One rank of a job that trains over gloo, and says how long that took: `one_trace.py STEPS [name=value …]`.
 
-`pause=S` in each step; `slow=STEP:RANK:S`: that rank sleeps so long in that step; `late=RANK:S`: it joins later;
+`pause=S` in each step; `slow=STEP:RANK:S`: that rank sleeps so long in that step; `late=RANK:STEP`: it switches otel-dl
+on only then;
 `store=PATH`: a FileStore; `init=2`: joins twice; `before=N`: trains so many steps before it joins; `die=STEP:RANK`:
 exits with 1 in the first attempt; `fail=STEP:RANK`: an exception that the script catches.
 """
@@ -15,11 +16,12 @@ import time
 
 import otel_dl
 
-otel_dl.instrument()
+if not any(argument.startswith("late=") for argument in sys.argv):
+    otel_dl.instrument()
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
 steps = int(sys.argv[1])
 options = dict(argument.split("=", 1) for argument in sys.argv[2:])
@@ -40,6 +42,8 @@ def option(name: str) -> list[float]:
 slow_step, slow_rank, slow_s = option("slow")
 fail_step, fail_rank = option("fail")[:2]
 die_step, die_rank = option("die")[:2]
+began = time.monotonic()
+late_rank, late_step = option("late")[:2]
 pause = float(options.get("pause", 0))
 
 
@@ -49,6 +53,8 @@ def train(count: int, together: bool) -> None:
         loss = model(x).sum()
         loss.backward()
         if together:
+            if (number, rank) == (late_step, late_rank):
+                otel_dl.instrument()
             time.sleep(pause)
             if (number, rank) == (slow_step, slow_rank):
                 time.sleep(slow_s)
@@ -68,8 +74,8 @@ def join() -> None:
         dist.init_process_group("gloo")
 
 
-if option("late")[0] == rank:
-    time.sleep(option("late")[1])
+if late_step >= 0 and rank != late_rank:
+    otel_dl.instrument()
 train(int(options.get("before", 0)), together=False)
 for _ in range(int(options.get("init", 1)) - 1):
     join()
@@ -79,4 +85,4 @@ join()
 train(steps, together=True)
 dist.barrier()
 dist.destroy_process_group()
-print(json.dumps({"rank": rank, "attempt": attempt}), flush=True)
+print(json.dumps({"rank": rank, "attempt": attempt, "seconds": time.monotonic() - began}), flush=True)
