@@ -152,6 +152,12 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         meaning="`not_recorded`: the user's own spans of a step kept late could not be had",
     ),
     Attribute(
+        "dl.detail.reduced",
+        "list[str]",
+        _on(SpanName.STEP),
+        meaning="what was left out of this step for its trace to stay under 10,000 spans, by name: how many, how long",
+    ),
+    Attribute(
         "is_warmup", bool, PHASES | {SpanName.STEP}, built=True, meaning="one-time work (lazy start-up) ran inside"
     ),
     Attribute("dl.loader.id", int, _OF_A_LOADER, meaning="loaders counted in the process"),

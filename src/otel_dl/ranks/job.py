@@ -12,13 +12,15 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.log import logger
 from otel_dl.ranks import pending, verdict
-from otel_dl.ranks.exchange import TICK_S, Exchange, Participant
+from otel_dl.ranks.exchange import TICK_S, Exchange
 from otel_dl.ranks.nccl import Communicator, nccl_uid
+from otel_dl.ranks.one_trace import OneTrace
+from otel_dl.ranks.run_id import prefix
 from otel_dl.ranks.statuses import Statuses, place_of
 from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.ranks.verdict import Reason, Verdict, describe, judge
@@ -68,15 +70,14 @@ class _Answer:
 
 
 class JobRanks(Ranks):
-    """The ranks of a job with process groups. `participants` also talk to the store, before the statuses do; `flush`
-    exports what was told, within so many seconds."""
+    """The ranks of a job with process groups. `flush` exports what was told, within so many seconds."""
 
-    def __init__(self, run: Run, flush: Callable[[float], object], participants: Sequence[Participant] = ()) -> None:
+    def __init__(self, run: Run, flush: Callable[[float], object]) -> None:
         self._run = run
         self._flush = flush
-        self._participants = participants
+        self._one_trace = OneTrace(run)
         self._statuses = Statuses(run, self._waits)
-        self._exchange = Exchange([*participants, self._statuses], self._look)
+        self._exchange = Exchange([self._one_trace, self._statuses], self._look)
         self._begin()
 
     def _begin(self) -> None:
@@ -101,12 +102,17 @@ class JobRanks(Ranks):
         if not self._groups:
             identity = self._run.identity
             self._statuses.rank = rank
-            self._exchange.begin(address, f"otel_dl/{identity.attempt}/{self._generation}/")
+            self._one_trace.joining(address is not None, rank, world)
+            self._exchange.begin(address, prefix(identity.attempt, self._generation))
 
     def joined(self, group: Group) -> None:
         self._joining = None
         self._groups[group.id] = group
         self._run.issued.setdefault(group.id, (0, "", -1, 0))
+        self._one_trace.joined()
+
+    def kept(self, number: int, reason: str) -> None:
+        self._one_trace.kept(number, reason)
 
     def left(self) -> None:
         if self._groups:
@@ -194,12 +200,11 @@ class JobRanks(Ranks):
         self._exchange.stop(min(deadline, time.monotonic() + LAST_S))
 
     def _farewell(self, store: JobStore | None) -> None:
+        self._one_trace.stop(store)
         if store is not None:
             store.knock()
             self._statuses.publish(store)
-            for participant in self._participants:
-                participant.write(store)
-                participant.read(store)
+            self._one_trace.last(store)
 
     def close(self) -> None:
         self._statuses.close()
@@ -207,6 +212,7 @@ class JobRanks(Ranks):
     def after_fork(self) -> None:
         self._exchange.after_fork()
         self._statuses.after_fork()
+        self._one_trace.after_fork()
         self._begin()
 
     # In the exchange's thread: waits that last.

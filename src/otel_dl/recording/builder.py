@@ -16,7 +16,7 @@ from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
 from otel_dl.recording.ranks import Stall
-from otel_dl.recording.records import Evaluation, Step, WorkerLife
+from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, WorkersStarted, clock
 from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
-    from otel_dl.recording.records import Fetch
+    from otel_dl.recording.records import Event, Fetch
     from otel_dl.recording.run import Run
 
 
@@ -36,6 +36,8 @@ taken; there is none where all is, or the end of the process waits."""
 REST: Final = 19
 
 
+FOR_RANK_0_NS: Final = 10_000_000_000
+"""How long after the first step the run's first spans wait for rank 0's run id, where it is late."""
 OF_RUN: Final = 2_000
 """Spans in the run's own trace at most."""
 
@@ -96,8 +98,10 @@ class Builder:
         """Builds what is there, for a stretch of time; whether there was more."""
         try:
             self._warn_of_drops()
+            if self._run.held is not None:
+                self._run.held.trim(clock())
             self._batches.drain()
-            if self._startup is not None and self._run.first_step_end is not None:
+            if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided
             while closed:
@@ -148,6 +152,8 @@ class Builder:
         """Events that belong to no kept step; those before `decided` are built if they are kept."""
         events = self._run.events
         for event in list(events):
+            if self._is_unsettled() and _can_wait(event):
+                continue
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
                 events.remove(event)
@@ -155,6 +161,15 @@ class Builder:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
                     self._run.dropped[EVENTS] += 1
+
+    def _is_unsettled(self) -> bool:
+        """Whether the run's spans have to wait, for its trace may turn out to be rank 0's."""
+        return self._startup is not None and not self._run.is_settled
+
+    def _is_late(self) -> bool:
+        """Whether rank 0's run may still come, after the first step."""
+        first = self._run.first_step_end
+        return self._run.is_expecting and first is not None and clock() - first < FOR_RANK_0_NS
 
     def _begin_run(self) -> None:
         startup, self._startup = self._startup, None
@@ -179,6 +194,8 @@ class Builder:
         try:
             if final:
                 self._stopped = True
+            if final and self._run.held is not None:
+                self._run.held.trim(clock(), everything=True)
             self._batches.drain(final)
             if final and self._startup is not None and self._run.started:
                 self._begin_run()
@@ -204,3 +221,8 @@ class Builder:
             self._faulty = True
             logger.warning("otel-dl: a fault of ours while building spans; that step is lost. Please report it.",
                            exc_info=error)  # fmt: skip
+
+
+def _can_wait(event: Event) -> bool:
+    """Whether nobody misses it before the first step has ended."""
+    return event.error is None if isinstance(event, GroupChange) else isinstance(event, WorkersStarted)

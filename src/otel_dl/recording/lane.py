@@ -320,10 +320,13 @@ class Lane(LaneState):
                 # and nobody knows its ids, so it becomes the next one. Closing it and opening another costs three
                 # times as much.
                 run.slow.new.append(start - step.start)
+                if run.held is None:
+                    step.records.clear()
+                else:
+                    run.held.recycled(step, start)
                 step.number += 1
                 run.status.step(step.number)
                 step.start = start
-                step.records.clear()
                 step.stepped = False
                 if step.dropped or step.seen:
                     step.dropped = step.segment = step.seen = 0

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
     from otel_dl.recording.failure import Failure
+    from otel_dl.recording.identity import Identity
     from otel_dl.recording.run import StepSpan
 
 clock: Final = time.perf_counter_ns
@@ -196,6 +197,8 @@ class Step(StepState):
     explicit = False
     requested = False
     reason = ""
+    identity: Identity | None = None
+    """Of this process when it was opened; None in a thread that bounds none."""
     span: StepSpan | None = None
     link: SpanContext | None = None
     """The user's span that was current when it began."""
@@ -224,10 +227,11 @@ class Step(StepState):
 class Evaluation:
     """A stretch of forward passes outside training, with the batches they took."""
 
-    __slots__ = ("dropped", "error", "ordinal", "reason", "records")
+    __slots__ = ("dropped", "error", "identity", "ordinal", "reason", "records")
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, identity: Identity) -> None:
         self.ordinal = ordinal
+        self.identity = identity
         self.records: list[tuple[Any, ...]] = []
         self.dropped = 0
         self.error: Failure | None = None

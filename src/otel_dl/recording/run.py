@@ -15,7 +15,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
-from otel_dl.recording.identity import Identity
+from otel_dl.recording.held import Held
+from otel_dl.recording.identity import Expected, Identity, SharedRun
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
@@ -62,10 +63,20 @@ class Run:
 
     def _begin(self, head: Head) -> None:
         self.identity = Identity.read()
+        self._expected: Expected | None = None
+        """Rank 0's run, where it is on its way."""
+        self._shared_run: SharedRun | None = None
+        self._announced: tuple[Identity, int] | None = None
+        """Who the process was, and the run's trace, when its first span was built: that stays."""
+        self.clock: tuple[int, int] | None = None
+        """How far this host's clock is before rank 0's, and how far off that may be (ns), once it is known."""
         self.keep = Keep(head)
         self.slow = self.keep.slow
         self.fast.durations = self.slow.new
         self.fast.attention = 0
+        self.held: Held | None = None
+        """Steps that other ranks may ask for, where they share the run."""
+        self.fast.hold = None
         self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
@@ -138,6 +149,55 @@ class Run:
                 self.on_start()
             # Only now: where it was interrupted, the next step tries again.
             self.started = True
+        if self._expected is not None and self.current is None:
+            self._learn(self._expected)
+
+    # Who the process is, where there are other ranks.
+
+    def expect(self, expected: Expected) -> None:
+        """`init_process_group` has returned. The next step takes rank 0's run, which it waits for once."""
+        self._expected = expected
+        self.fast.attention = 0
+
+    def look_up(self) -> None:
+        """What was expected has come: the step that is open is not to become the next one by itself."""
+        self.fast.attention = 0
+
+    def _learn(self, expected: Expected) -> None:
+        """Between two steps."""
+        shared = None if self._handed_out is not None else expected.look()  # ids handed out stay
+        if shared is None:
+            return
+        self._expected = None
+        identity = self.identity.by_now()
+        if identity.world_size == 1:
+            return
+        self._shared_run = shared
+        self.identity = identity._replace(run=shared.run, shared=True)
+        self._decided_for = -1
+        if self.settings.held_records and not self.keep.head.off:
+            self.held = Held(self, self.settings.held_records)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether rank 0's run is on its way."""
+        return self._expected is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the process is likely to stay who it is."""
+        return self.identity.shared or (self._expected is None and self.identity.world_size == 1)
+
+    @property
+    def former(self) -> tuple[int, int] | None:
+        """(trace id, span id) of the first span of the run that this one is a restart of."""
+        return self._shared_run.former if self._shared_run is not None else None
+
+    def announce(self) -> Identity:
+        """A span of the run's trace is built: its ids stay. Who this process is in them."""
+        if self._announced is None:
+            self._announced = self.identity, self.run_ids()[0]
+        return self._announced[0]
 
     # Opening and closing, called by the thread that bounds steps.
 
@@ -145,12 +205,13 @@ class Run:
         """A step that begins at `start` (ns of `clock`); its number is used up when it is closed."""
         if self.current is not None:
             self.cancel(self.current)
-        if not self.started:
+        if not self.started or self._expected is not None:
             self.start()
         number = self.number
         if self._decided_for != number:  # a step that came to nothing has left its number, and its answer
             self._decided_for, self._head_says = number, self.keep.head.step(number)
         self.current = step = Step(number, start, batch, former, self._head_says)
+        step.identity = self.identity
         self.status.step(number)
         if self.pending:
             step.records.extend(self.pending)
@@ -175,6 +236,8 @@ class Run:
 
     def records_only(self, number: int) -> bool:
         """Whether step `number` is, as far as the head decides, only recorded; says how long the next ones are."""
+        if self._expected is not None and self._expected.due:
+            return False
         slow = self.slow
         if len(slow.new) >= slow.TOGETHER:
             slow.sort_in()
@@ -198,7 +261,7 @@ class Run:
         former, self._handed_out = self._handed_out, None
         if former is not None:
             step.user_spans = former.user_spans
-            self.undecided.pop(self.step_ids(former.number)[0], None)
+            self.undecided.pop(self.step_ids(former.number, former.identity)[0], None)
             if step.span is not None:
                 step.span.get_span_context()
 
@@ -220,12 +283,18 @@ class Run:
         self._leave(step)
         step.context = None  # while it waits to be built, it holds what spans are built of and no more
         reason = self.keep.decide(step)
+        if self.held is not None:
+            reason = self.held.closed(step, reason)
         span = step.span
         if span is not None and span.asked is not None:
             self._decided(span.asked.trace_id, reason)
         if reason:
             step.reason = reason
             self._hand_over(step)
+
+    def keep_late(self, step: Step) -> None:
+        """`step`, which was held, is kept after all, for its `reason`. Called by any thread."""
+        self._hand_over(step)
 
     def _decided(self, trace_id: int, reason: str) -> None:
         self.undecided.pop(trace_id, None)
@@ -263,7 +332,7 @@ class Run:
         return step.number
 
     def evaluation(self) -> Evaluation:
-        evaluation = Evaluation(self.evaluations)
+        evaluation = Evaluation(self.evaluations, self.identity)
         self.evaluations += 1
         return evaluation
 
@@ -298,28 +367,43 @@ class Run:
         lane.finish(error)
         former, self._handed_out = self._handed_out, None
         if former is not None:
-            self._decided(self.step_ids(former.number)[0], KeepReason.HEAD if former.head else "")
+            self._decided(self.step_ids(former.number, former.identity)[0], KeepReason.HEAD if former.head else "")
             if former.head and former.user_spans:
                 self._hand_over(former)
 
-    def step_ids(self, number: int) -> tuple[int, int]:
-        """(trace id, span id) of step `number` on this rank."""
-        identity = self.identity
-        return (
-            ids.trace_id(identity.run, TraceKind.STEP, number),
-            ids.span_id(identity.run, TraceKind.STEP, number, identity.rank),
-        )
+    # Ids. `identity` is the one at the time: what was handed out stays when the process learns of rank 0's run.
+
+    def step_ids(self, number: int, identity: Identity | None = None, rank: int | None = None) -> tuple[int, int]:
+        """(trace id, span id) of step `number` on this rank, or another."""
+        identity = identity or self.identity
+        parts = (identity.run, TraceKind.STEP, number, identity.rank if rank is None else rank)
+        apart = identity.shared and not self.one_trace(identity)
+        return ids.trace_id(*(parts if apart else parts[:3])), ids.span_id(*parts)
+
+    def one_trace(self, identity: Identity) -> bool:
+        """Whether the ranks share a trace a step: they know the same run, and are not too many."""
+        return identity.shared and identity.world_size <= self.settings.trace_ranks
+
+    def sampled_id(self, number: int) -> int:
+        """The trace id of which a sampler is asked for step `number`, on every rank the same."""
+        return ids.trace_id(self.identity.run, TraceKind.STEP, number)
 
     def evaluation_ids(self, evaluation: Evaluation) -> tuple[int, int]:
         """(trace id, span id) of a stretch of evaluation on this rank."""
-        parts = (self.identity.run, TraceKind.EVAL, self.identity.rank, evaluation.ordinal)
+        parts = (evaluation.identity.run, TraceKind.EVAL, evaluation.identity.rank, evaluation.ordinal)
         return ids.trace_id(*parts), ids.span_id(*parts)
 
-    def run_ids(self) -> tuple[int, int]:
-        """(trace id, span id) of this rank's first span in the run's trace."""
-        identity = self.identity
-        trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
-        return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank)
+    def run_ids(self, rank: int | None = None) -> tuple[int, int]:
+        """(trace id, span id) of the first span of this rank, or another, in the run's trace."""
+        if self._announced is not None:
+            identity, trace_id = self._announced
+        else:
+            identity = self.identity
+            if self._shared_run is not None:
+                trace_id = self._shared_run.trace_id
+            else:
+                trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
+        return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank if rank is None else rank)
 
 
 class StepSpan(context.DerivedSpan):
@@ -333,7 +417,7 @@ class StepSpan(context.DerivedSpan):
     def ids(self) -> tuple[int, int]:
         step = self.step
         assert step is not None, "asked while it is open"
-        trace_id, span_id = self._run.step_ids(step.number)
+        trace_id, span_id = self._run.step_ids(step.number, step.identity)
         self._run.undecided[trace_id] = step
         step.plain = False
         return trace_id, span_id
