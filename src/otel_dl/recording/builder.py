@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
-from otel_dl.recording.records import Evaluation, Step, WorkerLife
+from otel_dl.recording.records import Evaluation, Step, WorkerLife, clock
 from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -35,6 +35,8 @@ taken; there is none where all is, or the end of the process waits."""
 REST: Final = 19
 
 
+OUTSIDE_NS: Final = 2_000_000_000
+"""How long a collective outside any step waits: an evaluation may take it, and it may end."""
 OF_RUN: Final = 2_000
 """Spans in the run's own trace at most."""
 
@@ -160,8 +162,26 @@ class Builder:
         if startup is not None and not self._run.keep.head.off:
             self._sink.offer(startup(self._spans))
 
-    def _leftovers(self, decided: int) -> None:
+    def _collectives(self, final: bool) -> None:
+        """Those outside any step, once it is clear that no evaluation takes them, and that they are complete or have
+        been waited for long enough."""
+        outside, before = self._run.collectives.outside, clock() - OUTSIDE_NS
+        exported = not self._run.keep.head.off
+        while outside and (final or outside[0].start < before):
+            try:
+                collective = outside.popleft()
+            except IndexError:  # evaluation took it
+                return
+            if not exported:
+                continue
+            if self._spans.of_run_so_far < OF_RUN:
+                self._sink.offer([self._spans.of_run(collective)])
+            else:
+                self._run.dropped["collectives outside steps"] += 1
+
+    def _leftovers(self, decided: int, final: bool = False) -> None:
         self._workers(decided)
+        self._collectives(final)
         for fetch in self._batches.expired():
             self._sink.offer(self._spans.fetch(fetch, KeepReason.HEAD, None, None))
         outside = self._batches.outside()
@@ -186,7 +206,7 @@ class Builder:
                 if monotonic() > deadline:
                     return False
                 self._build_next()
-            self._leftovers(decided + 2 if final else decided)
+            self._leftovers(decided + 2 if final else decided, final)
             return True
         except Exception as error:
             if from_signal_handler(error):

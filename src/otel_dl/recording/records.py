@@ -8,6 +8,7 @@ open.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
 
+    from otel_dl.recording.collectives import Collective
     from otel_dl.recording.failure import Failure
     from otel_dl.recording.run import StepSpan
 
@@ -165,6 +167,8 @@ class Step(StepState):
     boundary: tuple[int, int] | None = None
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     global_step: int | None = None
+    collectives: Sequence[Collective] = ()
+    """A list from the first one on, made by `Collectives.issue`."""
     explicit = False
     requested = False
     reason = ""
@@ -196,11 +200,12 @@ class Step(StepState):
 class Evaluation:
     """A stretch of forward passes outside training, with the batches they took."""
 
-    __slots__ = ("dropped", "error", "ordinal", "reason", "records")
+    __slots__ = ("collectives", "dropped", "error", "ordinal", "reason", "records")
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.records: list[tuple[Any, ...]] = []
+        self.collectives: list[Collective] = []
         self.dropped = 0
         self.error: Failure | None = None
         self.reason = ""

@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
+from otel_dl.recording.collectives import Collectives
 from otel_dl.recording.identity import Identity
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
@@ -67,6 +68,7 @@ class Run:
         self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
+        self.collectives = Collectives(self)
         self.number = 0
         """Of the step that is opened next."""
         self._decided_for = -1
@@ -173,6 +175,8 @@ class Run:
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
+        for collective in step.collectives:
+            self.collectives.leave(collective)
         self.status.step(-1)
         self.number = step.number
         if step.span is not None and step.span.asked is not None:
