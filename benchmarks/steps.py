@@ -1,8 +1,9 @@
 """µs that otel-dl adds to a whole training step, as instrumented by `otel_dl.instrument()`.
 
 A small network on one thread, data read in the main process. *Not kept*: no sampler, a run past its first 1,000 steps
-(one step in 64 is kept, built and exported). *In Python*: the same without the compiled recorder. *Kept*:
-`OTEL_TRACES_SAMPLER=always_on`, every step built and exported, to an exporter that encodes OTLP and throws it away.
+(one step in 64 is kept, built and exported). *In Python*: the same without the compiled recorder. *Held for peers*:
+what is not kept is held, as where ranks share a run. *Kept*: `OTEL_TRACES_SAMPLER=always_on`, every step built and
+exported, to an exporter that encodes OTLP and throws it away.
 Wall time is what the training thread waits; CPU time is all threads'.
 """
 
@@ -24,7 +25,7 @@ PROCESSES = 5
 """Of each case: two processes with the same work differ by several µs a step, by where things lie in memory."""
 
 
-def job(connection: Connection, environment: dict[str, str], instrumented: bool) -> None:
+def job(connection: Connection, environment: dict[str, str], instrumented: bool, held: bool) -> None:
     """Answers each message with a sample of STEPS steps."""
     os.environ.update(environment)
     import torch
@@ -49,6 +50,13 @@ def job(connection: Connection, environment: dict[str, str], instrumented: bool)
         provider.add_span_processor(BatchSpanProcessor(Discard()))
         trace.set_tracer_provider(provider)
         otel_dl.instrument()
+        if held:
+            from otel_dl import session
+            from otel_dl.recording.held import Held
+
+            current = session.current()
+            assert current is not None
+            current.run.held = Held(current.run, current.settings.held_records)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(TensorDataset(torch.randn(STEPS + 1, 8)), batch_size=1)
@@ -73,10 +81,10 @@ def job(connection: Connection, environment: dict[str, str], instrumented: bool)
     os._exit(0)
 
 
-def start(environment: dict[str, str], instrumented: bool) -> Callable[[], Sample]:
+def start(environment: dict[str, str], instrumented: bool, held: bool = False) -> Callable[[], Sample]:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     multiprocessing.get_context("spawn").Process(
-        target=job, args=(theirs, environment, instrumented), daemon=True
+        target=job, args=(theirs, environment, instrumented, held), daemon=True
     ).start()
     ours.recv()
 
@@ -89,10 +97,12 @@ def start(environment: dict[str, str], instrumented: bool) -> Callable[[], Sampl
 
 def main() -> None:
     print(machine())
-    cases: dict[str, tuple[dict[str, str], bool]] = {
+    cases: dict[str, tuple[dict[str, str], bool] | tuple[dict[str, str], bool, bool]] = {
         "without": ({}, False),
         "not kept": ({}, True),
         "in Python": ({"OTEL_DL_NATIVE": "false"}, True),
+        "held for peers": ({}, True, True),
+        "held in Python": ({"OTEL_DL_NATIVE": "false"}, True, True),
         "kept": ({"OTEL_TRACES_SAMPLER": "always_on"}, True),
         "ratio of 0": ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}, True),
     }
@@ -106,7 +116,7 @@ def main() -> None:
         pairs = list(zip(samples[name], samples["without"], strict=True))
         wall = spread([(one.wall - other.wall) / 1e3 for one, other in pairs])
         cpu = spread([(one.cpu - other.cpu) / 1e3 for one, other in pairs])
-        print(f"added to a step, {name:12} wall µs {wall.median:6.1f} [{wall.low:.1f} … {wall.high:.1f}]"
+        print(f"added to a step, {name:14} wall µs {wall.median:6.1f} [{wall.low:.1f} … {wall.high:.1f}]"
               f"   CPU µs {cpu.median:6.1f} [{cpu.low:.1f} … {cpu.high:.1f}]")  # fmt: skip
 
 

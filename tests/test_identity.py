@@ -18,7 +18,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_outside_a_launcher_it_is_the_only_rank_of_a_run_that_no_other_shares() -> None:
     one, other = Identity.read(), Identity.read()
-    assert one[1:] == (0, 0, 0, 1)
+    assert one[1:] == (0, 0, 0, 1, False)
     assert one.run != other.run
     assert len(one.run) == 32
 
@@ -26,7 +26,7 @@ def test_outside_a_launcher_it_is_the_only_rank_of_a_run_that_no_other_shares() 
 def test_a_launcher_gives_rank_attempt_and_label() -> None:
     environ = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
     identity = Identity.read({**environ, "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert identity[1:] == (2, 5, 1, 8)
+    assert identity[1:] == (2, 5, 1, 8, False)
     assert identity.run.startswith("job-")
 
 
@@ -35,7 +35,7 @@ def test_torchrun_without_a_run_id_has_no_label() -> None:
 
 
 def test_a_wrong_number_counts_as_none() -> None:
-    assert Identity.read({"RANK": "first", "WORLD_SIZE": ""})[1:] == (0, 0, 0, 1)
+    assert Identity.read({"RANK": "first", "WORLD_SIZE": ""})[1:] == (0, 0, 0, 1, False)
 
 
 def test_the_rank_is_the_one_that_is_known_when_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,14 @@ def _is_known(code: CodeType) -> bool:
     return path.startswith(_OURS) or (path.startswith(_STDLIB) and "site-packages" not in path)
 
 
+def is_users(code: CodeType) -> bool:
+    """Whether it is code of the user's own: neither ours nor of an installed package or the standard library."""
+    return not (_is_known(code) or any(folder in code.co_filename for folder in _PACKAGES))
+
+
+_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
+
+
 def _handlers() -> Iterator[Any]:
     """What Python calls for a signal, without partial and method around it."""
     for number in signal.valid_signals():

@@ -77,7 +77,8 @@ class Ending:
         self._finalizer: multiprocessing_util.Finalize | None = None
         self._began_to_end = threading.Lock()
         self._ended = threading.Event()
-        self._dying = False
+        self.dying = False
+        """Whether SIGTERM ends the process, by its default action."""
         self._seen_error = 0
 
     def install(self) -> None:
@@ -152,7 +153,7 @@ class Ending:
                 self._ended.set()
             if type(error) is KeyboardInterrupt:
                 _stay_interrupted()
-        if self._dying:
+        if self.dying:
             self._wait_for_death()
         # What is left of the interpreter's end runs no handler in time: SIGTERM has to work as ever.
         self.uninstall()
@@ -261,7 +262,7 @@ class Ending:
                         logger.warning("otel-dl: a fault of ours after SIGTERM. Please report it.", exc_info=True)
 
     def _die(self) -> None:
-        self._dying = True
+        self.dying = True
         delay = self._settings.term_delay
         if self._began_to_end.acquire(blocking=False):
             # In a thread of its own: the main thread may hold a lock that the end needs, and is stopped in our handler.
@@ -281,7 +282,7 @@ class Ending:
         if pipe is not None and watcher is not None:
             if not (pipe[1].ours and watcher.is_alive()):
                 self._die()  # as the thread would have done
-            self._dying = True
+            self.dying = True
             _write(pipe[1], _DEFAULT_ACTION)
             self._wait_for_death()
         _default_sigterm()

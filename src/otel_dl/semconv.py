@@ -110,7 +110,8 @@ _NEXT_FETCH = _on(SpanName.NEXT, SpanName.FETCH)
 _OF_A_WORKER = _NEXT_FETCH | {SpanName.WORKER}
 _OF_A_LOADER = _OF_A_WORKER | {SpanName.START_WORKERS}
 _MAKES_GROUPS = _on(SpanName.INIT_PROCESS_GROUP, SpanName.NEW_GROUP)
-_CAN_BE_STUCK = COLLECTIVES | GROUPS | {SpanName.STALL}
+_CAN_BE_STUCK = COLLECTIVES | GROUPS | PHASES | {SpanName.STALL, SpanName.STEP}
+"""Phases and the step where the exception that left them is a collective's."""
 
 ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute("dl.run.id", str, _on(_ANY_FIRST), built=True, meaning="one id for all processes of a run"),
@@ -150,6 +151,12 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         str,
         _on(SpanName.STEP),
         meaning="`not_recorded`: the user's own spans of a step kept late could not be had",
+    ),
+    Attribute(
+        "dl.detail.reduced",
+        "list[str]",
+        _on(SpanName.STEP),
+        meaning="what was left out of this step for its trace to stay under 10,000 spans, by name: how many, how long",
     ),
     Attribute(
         "is_warmup", bool, PHASES | {SpanName.STEP}, built=True, meaning="one-time work (lazy start-up) ran inside"
@@ -198,7 +205,7 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.fetch.ready_ms", float, _on(SpanName.NEXT), meaning="how long it had lain ready; 0 when it was waited for"
     ),
     Attribute(
-        "dl.collective.seq", int, COLLECTIVES, meaning="its number in its group, from 1, as the Flight Recorder's"
+        "dl.collective.seq", int, _CAN_BE_STUCK, meaning="its number in its group, from 1, as the Flight Recorder's"
     ),
     Attribute("dl.collective.bytes", int, COLLECTIVES, meaning="what this rank gives into it"),
     Attribute("dl.collective.async", bool, COLLECTIVES, built=True, meaning="whether the caller went on at once"),
@@ -210,12 +217,28 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         built=True,
         meaning="`hook`, `call`, `flight_recorder`: how it is known",
     ),
+    Attribute(
+        "dl.collective.end",
+        str,
+        COLLECTIVES,
+        built=True,
+        meaning="how its end is known: `wait` (the call, or the wait for it, returned; on a device its work was queued"
+        " by then), `callback` (a comm hook's callback began), `poll` (it was found complete, and may have been"
+        " earlier), `phase` (it was not seen: the end of the phase it was issued in, at the latest)",
+    ),
+    Attribute("dl.collective.wait_ms", float, COLLECTIVES, meaning="how long Python waited for it, in all"),
     Attribute("dl.collective.arrived_ns", int, COLLECTIVES, meaning="start on the device, epoch ns, where known"),
     Attribute("dl.bucket.index", int, COLLECTIVES, meaning="DDP's gradient bucket"),
-    Attribute("dl.hook.compute_ms", float, COLLECTIVES, meaning="what a comm hook of the user's computed for a bucket"),
-    Attribute("dl.hook.sent_bytes", int, COLLECTIVES, meaning="what it sent for it"),
-    Attribute("dl.group.id", str, COLLECTIVES | GROUPS, meaning="the group's name in torch; `0` is the default group"),
-    Attribute("dl.group.size", int, COLLECTIVES | GROUPS, meaning="ranks in it"),
+    Attribute(
+        "dl.hook.compute_ms",
+        float,
+        COLLECTIVES,
+        meaning="on a bucket's first collective: how long a comm hook of the user's and its callbacks ran for it,"
+        " without waiting",
+    ),
+    Attribute("dl.hook.sent_bytes", int, COLLECTIVES, meaning="on the same: what it gave into all of them"),
+    Attribute("dl.group.id", str, _CAN_BE_STUCK, meaning="the group's name in torch; `0` is the default group"),
+    Attribute("dl.group.size", int, _CAN_BE_STUCK, meaning="ranks in it"),
     Attribute("dl.group.ranks", str, _MAKES_GROUPS, meaning="which, as ranges: `0-7,16`"),
     Attribute("dl.timeout_s", float, _MAKES_GROUPS, meaning="the time limit in force"),
     Attribute("dl.timeout.source", str, _MAKES_GROUPS, meaning="who set it: `user`, `otel_dl`, `torch`"),
@@ -252,6 +275,7 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         " rank 0's clock",
     ),
     Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be, either way"),
+    Attribute("dl.stall.in", str, _on(SpanName.STALL), built=True, meaning="what has not come back: a span's name"),
     Attribute("code.file.path", str, _on(SpanName.STALL), meaning="the user's line that waits"),
     Attribute("code.line.number", int, _on(SpanName.STALL), meaning="the user's line that waits"),
     Attribute("code.function.name", str, _on(SpanName.STALL), meaning="the user's function that waits"),
@@ -286,6 +310,14 @@ class TraceKind:
     BATCH: Final = "batch"
     EVAL: Final = "eval"
     STALL: Final = "stall"
+
+
+class TimeoutSource:
+    """Who set a process group's time limit: `dl.timeout.source`."""
+
+    USER: Final = "user"
+    OTEL_DL: Final = "otel_dl"
+    TORCH: Final = "torch"
 
 
 class KeepReason:

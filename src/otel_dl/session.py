@@ -17,12 +17,13 @@ from otel_dl.export.provider import Connection, connect
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
-from otel_dl.patches import compilation, processes, training
+from otel_dl.patches import compilation, process_groups, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
+from otel_dl.ranks.job import JobRanks
 from otel_dl.recording.builder import Builder
-from otel_dl.recording.failure import Failure
+from otel_dl.recording.failure import Failure, qualified
 from otel_dl.recording.keep import AdaptiveHead
 from otel_dl.recording.run import Run
 from otel_dl.recording.spans import SpanBuilder
@@ -89,6 +90,7 @@ class Session:
         self.relay = Relay(self.run)
         self.folder = StatusFolder(settings.directory, ring.SIZE)
         self.watch = Watch(self.run, self.relay, self.folder)
+        self.ranks = self.run.ranks = JobRanks(self.run, self.flush)
         self._connection: Connection | None = None
         self._builder: Builder | None = None
         self._patches: list[Patches] = []
@@ -123,6 +125,7 @@ class Session:
             "compilation": compilation.install,
             "dataloader": dataloader,
             "processes": ranks,
+            "process groups": process_groups.install,
         }
         for target, install in installers.items():
             patches = Patches(target, self.run.recover)
@@ -150,9 +153,9 @@ class Session:
         return self._connection
 
     def _start(self) -> None:
-        """The first step begins."""
+        """The first step, loader with workers or `init_process_group` begins."""
         connection = self._connect()
-        self.run.identity = self.run.identity.by_now()
+        self.run.identity = self.run.identity.by_now(self.run.member)
         if self.run.keep.head.off:
             return
         if not self._installed:
@@ -189,6 +192,10 @@ class Session:
     def _end(self, delay: float, error: BaseException | None) -> None:
         """The process ends: what is kept leaves within `delay` seconds."""
         deadline = monotonic() + delay
+        terminated = self._ending.dying
+        name = qualified(type(error)) if error is not None else ""
+        self.run.status.ended(name, terminated)
+        self.ranks.end("SIGTERM" if terminated else name or "finished", deadline)
         self._finish(deadline, error)
         if self._connection is not None:
             self._connection.sink.close(deadline)
@@ -221,6 +228,8 @@ class Session:
         for patches in reversed(self._patches):
             patches.restore()
         startup.import_torch.uninstall()
+        self.ranks.end("finished", deadline)
+        self.ranks.close()
         self._finish(deadline)
         self.run.active = False
         self._show(Status())
@@ -238,6 +247,7 @@ class Session:
         self.run.restart()
         self.relay.after_fork()
         self.watch.after_fork()
+        self.ranks.after_fork()
         self.folder.after_fork()
         self._builder = None
         self._installed = False

@@ -114,6 +114,13 @@ class Settings:
     held_spans: int = _setting(
         256, "OTEL_DL_HELD_SPANS", _integer(0, 100_000), "the user's own spans held for an undecided step at most"
     )
+    held_records: int = _setting(
+        65_536,
+        "OTEL_DL_HELD_RECORDS",
+        _integer(0, 10_000_000),
+        "records of undecided steps that a rank holds (300 bytes each) at most, for 5 s, in case another rank keeps"
+        " the step; 0: none",
+    )
     queue_spans: int = _setting(
         16_384, "OTEL_DL_QUEUE_SPANS", _integer(512, 10_000_000), "spans that wait for the exporter at most"
     )

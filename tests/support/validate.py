@@ -7,7 +7,7 @@ answer is a list of sentences, empty where nothing is wrong. Ids are computed he
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -26,6 +26,8 @@ _KINDS = {
 }
 _ORDINALS = range(1, 2_100)
 _EVALUATIONS = range(10_000)
+OF_TRACE = 10_000
+"""Spans of a step's trace at most."""
 
 
 def from_sdk(span: Any) -> Span:
@@ -75,6 +77,7 @@ def validate(spans: Iterable[Span], *, whole: bool = True, loader_in_a_thread: b
     problems += _ids(spans)
     problems += _parents(spans, loader_in_a_thread)
     problems += _batches(spans, whole)
+    problems += _ranks(spans, whole)
     if whole:
         problems += _steps(spans)
     return problems
@@ -183,6 +186,8 @@ def _first_ids(span: Span) -> Iterator[str]:
     if span.name == SpanName.STEP:
         step = span.attributes.get("dl.step")
         trace_id, span_id = digest(run, "step", step), digest(run, "step", step, rank)[:16]
+        if span.trace_id == digest(run, "step", step, rank):
+            trace_id = span.trace_id  # a trace a rank: see `_ranks`
     elif span.name == SpanName.STARTUP:
         trace_id = digest(run, "run") if not span.parent_id else span.trace_id
         span_id = digest(run, "run", rank)[:16]
@@ -196,7 +201,7 @@ def _first_ids(span: Span) -> Iterator[str]:
         yield f"its trace id is not {trace_id}"
     if span.span_id != span_id:
         yield f"its span id is not {span_id}"
-    if span.parent_id and span.name != SpanName.STARTUP:
+    if span.parent_id and span.name == SpanName.EVAL:
         yield "it has a parent"
 
 
@@ -233,11 +238,42 @@ def _parents(spans: list[Span], loader_in_a_thread: bool) -> Iterator[str]:
         if parent is None:
             yield from _named(span, ["its parent is not there"])
             continue
-        if span.name in (SpanName.WORKER, SpanName.START_WORKERS):
+        if span.name in {SpanName.WORKER, SpanName.START_WORKERS} | semconv.GROUPS:
             continue  # a worker's life began before the step that it ended in; the run's trace has no end of its own
         older = loader_in_a_thread and span.name == SpanName.NEXT
         if span.end_ns > parent.end_ns or (span.start_ns < parent.start_ns and not older):
             yield from _named(span, [f"it is not within its parent {parent.name}"])
+
+
+def _ranks(spans: list[Span], whole: bool) -> Iterator[str]:
+    """Rank 0's first span is the root of a trace that ranks share, and the others' are its children. Where ranks have a
+    trace each, they link to rank 0's."""
+    by_ids = {(span.trace_id, span.span_id): span for span in spans}
+    ranks: dict[Any, set[Any]] = defaultdict(set)
+    of_trace: Counter[str] = Counter()
+    for span in spans:
+        ranks[span.resource.get("dl.run.id")].add(span.resource.get("dl.rank"))
+        of_trace[span.trace_id] += span.scope == semconv.SCOPE
+    for span in spans:
+        if span.scope != semconv.SCOPE or span.name not in (SpanName.STEP, SpanName.STARTUP):
+            continue
+        run, rank, step = span.resource.get("dl.run.id"), span.resource.get("dl.rank"), span.attributes.get("dl.step")
+        shared = len(ranks[run]) > 1
+        if span.name == SpanName.STEP and of_trace[span.trace_id] > OF_TRACE:
+            yield from _named(span, [f"its trace has {of_trace[span.trace_id]} spans"])
+        root = digest(run, "step", step, 0) if span.name == SpanName.STEP else digest(run, "run", 0)
+        if not rank:
+            if span.name == SpanName.STEP and span.parent_id:
+                yield from _named(span, ["it has a parent, and is rank 0's"])
+        elif span.name == SpanName.STEP and span.trace_id == digest(run, "step", step, rank):
+            if span.parent_id or (root, root[:16]) not in span.links:
+                yield from _named(span, ["it has a trace of its own, and no link to rank 0's"])
+        elif span.parent_id not in ("", root[:16]) and (shared or span.name == SpanName.STEP):
+            yield from _named(span, ["its parent is not rank 0's"])
+        elif shared and not span.parent_id:
+            yield from _named(span, ["it shares a run with other ranks, and has no parent"])
+        elif shared and whole and (span.trace_id, span.parent_id) not in by_ids:
+            yield from _named(span, ["rank 0's is not there"])
 
 
 def _batches(spans: list[Span], whole: bool) -> Iterator[str]:
@@ -274,6 +310,10 @@ def _same_batch(span: Span, other: Span) -> Iterator[str]:
             yield "dl.fetch.duration_ms is not how long its fetch took"
 
 
+def _kept_late(step: Span) -> bool:
+    return step.attributes.get("dl.keep.reason") in (KeepReason.PEER, KeepReason.SLOW)
+
+
 def _steps(spans: list[Span]) -> Iterator[str]:
     """Each `train.step` links to the run's trace, and to the former kept step."""
     steps: dict[tuple[Any, Any], list[Span]] = defaultdict(list)
@@ -288,8 +328,10 @@ def _steps(spans: list[Span]) -> Iterator[str]:
             steps[run].append(span)
     for kept in steps.values():
         kept.sort(key=lambda span: span.start_ns)
-        for former, span in itertools.pairwise(kept):
-            if (former.trace_id, former.span_id) not in span.links:
+        for place, (former, span) in enumerate(itertools.pairwise(kept)):
+            # One that was kept for a peer was not kept yet when the next one was built.
+            own = next((i for i in range(place, 0, -1) if not _kept_late(kept[i])), 0)
+            if not any((other.trace_id, other.span_id) in span.links for other in kept[own : place + 1]):
                 yield from _named(span, ["it has no link to the former kept step"])
             numbers = former.attributes.get("dl.step"), span.attributes.get("dl.step")
             if all(type(number) is int for number in numbers) and numbers != tuple(sorted(set(numbers))):

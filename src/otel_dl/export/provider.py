@@ -174,7 +174,7 @@ def _head(sampler: Sampler | None, remote: SpanContext | None) -> Head:
 
 def _trace_id_of_step(number: int) -> int:
     run = _current_run()
-    return run.step_ids(number)[0] if run is not None else 0
+    return run.sampled_id(number) if run is not None else 0
 
 
 def _is(variable: str, value: str) -> bool:

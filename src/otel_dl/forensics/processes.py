@@ -31,6 +31,25 @@ def status_of_exiting(pid: int) -> int | None:
     return -(status & ~_CORE) if status & 0x7F else status >> 8
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped it."""
+    return _state(pid) in (b"T", b"t")
+
+
+def is_dead(pid: int, started: int) -> bool:
+    """Whether the process that `started` then is no more, or only waits to be waited for."""
+    return process_started(pid) != started or status_of_exiting(pid) is not None or _state(pid) in (b"Z", b"X")
+
+
+def _state(pid: int) -> bytes:
+    """One letter; empty where it can't be read."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return b""
+
+
 def _stat(pid: int) -> dict[int, int]:
     """The fields after the name of the program, by their number in the manual; empty where they can't be read."""
     try:

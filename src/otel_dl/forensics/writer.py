@@ -23,6 +23,7 @@ _phase = layout.PHASE_STRUCT.pack_into
 _number = layout.NUMBER_STRUCT.pack_into
 _taken = layout.BATCH_STRUCT.pack_into
 _done = layout.DONE_STRUCT.pack_into
+_collective = layout.COLLECTIVE_STRUCT.pack_into
 _done_before = layout.DONE_STRUCT.unpack_from
 _ALL: Final = 100_000
 _STACK: Final = tuple(layout.PHASES + layout.PHASE_SIZE * depth for depth in range(layout.DEPTH))
@@ -68,6 +69,11 @@ class StatusPage(Status):
         self._memory = self._mapped.view
 
     @property
+    def page(self) -> bytes:
+        """What it says now."""
+        return bytes(self._memory[: layout.SIZE])
+
+    @property
     def tail(self) -> memoryview:
         """What lies behind the page in its file."""
         return self._mapped.view[layout.SIZE :]
@@ -88,6 +94,12 @@ class StatusPage(Status):
     def batch(self, epoch: int, index: int, start: int) -> None:
         self._batch(epoch, index, start, 0, layout.FORM_NONE, b"")
 
+    def collective(self, state: int, op: int, seq: int, size: int, start: int, group: bytes) -> None:
+        # One store for all of it: two threads that say something at a time leave one or the other.
+        group = group[: layout.GROUP_SIZE]
+        check = state ^ op ^ seq ^ size ^ start ^ adler32(group) ^ layout.CHECK
+        _collective(self._memory, layout.COLLECTIVE, state, op, seq, size, start, check, group)
+
     # What a worker says.
 
     def fetching(self, round: int, index: int, start: int, samples: Any) -> None:
@@ -105,12 +117,13 @@ class StatusPage(Status):
         check = round ^ index ^ end ^ fetches ^ busy ^ idle ^ layout.CHECK
         _done(self._memory, layout.DONE, round, index, end, fetches, busy, idle, check)
 
-    def ended(self, error: str = "") -> None:
-        """The worker's loop has ended, by the exception of this name where there is one."""
+    def ended(self, error: str = "", terminated: bool = False) -> None:
+        """The worker's loop, or the run, has ended: by the exception of this name where there is one, or by SIGTERM."""
         if os.getpid() != self._pid:  # a process that the worker forked
             return
+        end = layout.End.TERMINATED if terminated else layout.End.EXCEPTION if error else layout.End.FINISHED
         layout.ERROR_STRUCT.pack_into(self._memory, layout.ERROR, error.encode()[:64])
-        _number(self._memory, layout.END, layout.End.EXCEPTION if error else layout.End.FINISHED)
+        _number(self._memory, layout.END, end)
 
     def _batch(self, round: int, index: int, start: int, count: int, form: int, data: bytes) -> None:
         self._memory[layout.SAMPLES : layout.SAMPLES + len(data)] = data

@@ -182,7 +182,7 @@ class Watch:
         if info is not None:
             info.lives = lives
         if lives:
-            self._run.tell_of_workers(WorkersStarted(loader, lives[0].method, len(lives), start, end, free_shm))
+            self._run.tell(WorkersStarted(loader, lives[0].method, len(lives), start, end, free_shm))
 
     def terminating(self, process: Any) -> None:
         # Asked without `pid`, which raises where the process was closed: that is for `terminate()` to say.
@@ -288,7 +288,7 @@ class Watch:
         end = life.ended(status, page)
         died = end.how not in (How.FINISHED, How.UNKNOWN)
         done = page.done if page is not None else None
-        self._run.tell_of_workers(
+        self._run.tell(
             WorkerLife(
                 worker=life.number,
                 pid=life.pid,

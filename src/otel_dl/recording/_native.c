@@ -258,6 +258,8 @@ typedef struct {
     PyObject *durations; /* a list: of the ordinary steps since Python looked last */
     Py_ssize_t capacity;
     long long limit, attention;
+    PyObject *hold; /* takes an ordinary step that has ended; None: its records are thrown away */
+    long long held_in, held_out, held_most, not_held;
     int64_t *step_word, *phase_block, *batch_block; /* in the status page; NULL: there is none */
 } FastPath;
 
@@ -329,6 +331,11 @@ static PyMemberDef fastpath_members[] = {
     {"durations", T_OBJECT, offsetof(FastPath, durations), 0, NULL},
     {"limit", T_LONGLONG, offsetof(FastPath, limit), 0, NULL},
     {"attention", T_LONGLONG, offsetof(FastPath, attention), 0, NULL},
+    {"hold", T_OBJECT, offsetof(FastPath, hold), 0, NULL},
+    {"held_in", T_LONGLONG, offsetof(FastPath, held_in), 0, NULL},
+    {"held_out", T_LONGLONG, offsetof(FastPath, held_out), 0, NULL},
+    {"held_most", T_LONGLONG, offsetof(FastPath, held_most), 0, NULL},
+    {"not_held", T_LONGLONG, offsetof(FastPath, not_held), 0, NULL},
     {NULL}};
 
 static PyMethodDef fastpath_methods[] = {{"follow", (PyCFunction)fastpath_follow, METH_O, NULL},
@@ -341,6 +348,7 @@ fastpath_traverse(FastPath *self, visitproc visit, void *arg)
     Py_VISIT(self->lane);
     Py_VISIT(self->variable);
     Py_VISIT(self->durations);
+    Py_VISIT(self->hold);
     return 0;
 }
 
@@ -350,6 +358,7 @@ fastpath_clear(FastPath *self)
     Py_CLEAR(self->lane);
     Py_CLEAR(self->variable);
     Py_CLEAR(self->durations);
+    Py_CLEAR(self->hold);
     return 0;
 }
 
@@ -695,6 +704,32 @@ batch_of(Source *source)
     return batch;
 }
 
+/* The records of `step`, which ends, are held for other ranks (`recording/held.py::Held.recycled`), and the step has
+ * none; -1 with an exception set. */
+static int
+hold(FastPath *fast, Step *step, long long end)
+{
+    Py_ssize_t count = PyList_GET_SIZE(step->records);
+    if (fast->held_in - fast->held_out + count > fast->held_most) {
+        fast->not_held++;
+        return PyList_SetSlice(step->records, 0, count, NULL);
+    }
+    PyObject *fresh = PyList_New(0);
+    PyObject *held = fresh == NULL ? NULL
+                                   : Py_BuildValue("(LLLLO)", step->number, step->start, end, step->dropped,
+                                                   step->records);
+    PyObject *answer = held == NULL ? NULL : PyObject_CallOneArg(fast->hold, held);
+    Py_XDECREF(held);
+    if (answer == NULL) {
+        Py_XDECREF(fresh);
+        return -1;
+    }
+    Py_DECREF(answer);
+    fast->held_in += count;
+    Py_SETREF(step->records, fresh);
+    return 0;
+}
+
 /* The ordinary step that ends here becomes the next one (`Lane.begin_next` says when); -1 with an exception set. */
 static int
 again(FastPath *fast, Step *step, long long start)
@@ -710,13 +745,17 @@ again(FastPath *fast, Step *step, long long start)
     Py_DECREF(duration);
     if (failed < 0)
         return -1;
+    if (fast->hold == NULL || fast->hold == Py_None)
+        failed = PyList_SetSlice(step->records, 0, PyList_GET_SIZE(step->records), NULL);
+    else
+        failed = hold(fast, step, start);
     step->number++;
     if (fast->step_word != NULL)
         *fast->step_word = step->number;
     step->start = start;
     step->stepped = 0;
     step->dropped = step->segment = step->seen = 0;
-    return PyList_SetSlice(step->records, 0, PyList_GET_SIZE(step->records), NULL);
+    return failed;
 }
 
 static PyObject *

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
-from otel_dl.recording.records import Evaluation, Step, WorkerLife
-from otel_dl.recording.run import STEPS_WAITING, WAITING_STEPS
+from otel_dl.recording.ranks import Stall
+from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, WorkersStarted, clock
+from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 
-    from otel_dl.recording.records import Fetch
+    from otel_dl.recording.records import Event, Fetch
     from otel_dl.recording.run import Run
 
 
@@ -35,6 +36,10 @@ taken; there is none where all is, or the end of the process waits."""
 REST: Final = 19
 
 
+FOR_RANK_0_NS: Final = 10_000_000_000
+"""How long after the first step the run's first spans wait for rank 0's run id, where it is late."""
+OUTSIDE_NS: Final = 2_000_000_000
+"""How long a collective outside any step waits: an evaluation may take it, and it may end."""
 OF_RUN: Final = 2_000
 """Spans in the run's own trace at most."""
 
@@ -95,8 +100,10 @@ class Builder:
         """Builds what is there, for a stretch of time; whether there was more."""
         try:
             self._warn_of_drops()
+            if self._run.held is not None:
+                self._run.held.trim(clock())
             self._batches.drain()
-            if self._startup is not None and self._run.first_step_end is not None:
+            if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided
             while closed:
@@ -137,31 +144,60 @@ class Builder:
         return [*self._spans.step(trace, self._ended_in(trace)), *trace.user_spans]
 
     def _ended_in(self, step: Step) -> list[WorkerLife]:
-        workers = self._run.workers
-        lives = [life for life in list(workers) if isinstance(life, WorkerLife) and life.step == step.number]
+        events = self._run.events
+        lives = [life for life in list(events) if isinstance(life, WorkerLife) and life.step == step.number]
         for life in lives:
-            workers.remove(life)
+            events.remove(life)
         return lives
 
-    def _workers(self, decided: int) -> None:
-        """Starts and ends of workers that belong to no kept step; those before `decided` are built if they are kept."""
-        workers = self._run.workers
-        for event in list(workers):
+    def _events(self, decided: int) -> None:
+        """Events that belong to no kept step; those before `decided` are built if they are kept."""
+        events = self._run.events
+        for event in list(events):
+            if self._is_unsettled() and _can_wait(event):
+                continue
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
-                workers.remove(event)
-                if self._spans.of_run_so_far < OF_RUN:
+                events.remove(event)
+                if isinstance(event, Stall) or self._spans.of_run_so_far < OF_RUN:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
-                    self._run.dropped["starts and ends of workers"] += 1
+                    self._run.dropped[EVENTS] += 1
+
+    def _is_unsettled(self) -> bool:
+        """Whether the run's spans have to wait, for its trace may turn out to be rank 0's."""
+        return self._startup is not None and not self._run.is_settled
+
+    def _is_late(self) -> bool:
+        """Whether rank 0's run may still come, after the first step."""
+        first = self._run.first_step_end
+        return self._run.is_expecting and first is not None and clock() - first < FOR_RANK_0_NS
 
     def _begin_run(self) -> None:
         startup, self._startup = self._startup, None
         if startup is not None and not self._run.keep.head.off:
             self._sink.offer(startup(self._spans))
 
-    def _leftovers(self, decided: int) -> None:
-        self._workers(decided)
+    def _collectives(self, final: bool) -> None:
+        """Those outside any step, once it is clear that no evaluation takes them, and that they are complete or have
+        been waited for long enough."""
+        outside, before = self._run.collectives.outside, clock() - OUTSIDE_NS
+        exported = not self._run.keep.head.off
+        while outside and (final or outside[0].start < before):
+            try:
+                collective = outside.popleft()
+            except IndexError:  # evaluation took it
+                return
+            if not exported:
+                continue
+            if self._spans.of_run_so_far < OF_RUN:
+                self._sink.offer([self._spans.of_run(collective)])
+            else:
+                self._run.dropped["collectives outside steps"] += 1
+
+    def _leftovers(self, decided: int, final: bool = False) -> None:
+        self._events(decided)
+        self._collectives(final)
         for fetch in self._batches.expired():
             self._sink.offer(self._spans.fetch(fetch, KeepReason.HEAD, None, None))
         outside = self._batches.outside()
@@ -178,6 +214,8 @@ class Builder:
         try:
             if final:
                 self._stopped = True
+            if final and self._run.held is not None:
+                self._run.held.trim(clock(), everything=True)
             self._batches.drain(final)
             if final and self._startup is not None and self._run.started:
                 self._begin_run()
@@ -186,7 +224,7 @@ class Builder:
                 if monotonic() > deadline:
                     return False
                 self._build_next()
-            self._leftovers(decided + 2 if final else decided)
+            self._leftovers(decided + 2 if final else decided, final)
             return True
         except Exception as error:
             if from_signal_handler(error):
@@ -203,3 +241,8 @@ class Builder:
             self._faulty = True
             logger.warning("otel-dl: a fault of ours while building spans; that step is lost. Please report it.",
                            exc_info=error)  # fmt: skip
+
+
+def _can_wait(event: Event) -> bool:
+    """Whether nobody misses it before the first step has ended."""
+    return event.error is None if isinstance(event, GroupChange) else isinstance(event, WorkersStarted)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 
+from otel_dl.log import logger
 from otel_dl.settings import say_once
 
 _LABELS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
@@ -39,6 +41,49 @@ def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int, l
     return default
 
 
+class SharedRun(NamedTuple):
+    """The run of all ranks: rank 0's."""
+
+    run: str
+    """The whole `dl.run.id`."""
+    trace_id: int
+    """Of the run's own trace."""
+    former: tuple[int, int] | None = None
+    """(trace id, span id) of rank 0's first span in the run before, of which this is a restart."""
+
+
+class Expected:
+    """Rank 0's run, on its way to this process. Every thread may ask; one fills it in."""
+
+    WAIT_S: Final = 1.0
+
+    def __init__(self) -> None:
+        self._come = threading.Event()
+        self._waited = False
+        self.shared: SharedRun | None = None
+
+    def fill(self, shared: SharedRun) -> None:
+        self.shared = shared
+        self._come.set()
+
+    @property
+    def due(self) -> bool:
+        """Whether the thread that bounds steps has to look: it has not waited yet, or it has come."""
+        return not self._waited or self._come.is_set()
+
+    def look(self) -> SharedRun | None:
+        """What has come; the first time it is waited for, WAIT_S at most. Where it comes later it is taken then."""
+        if not self._waited:
+            self._waited = True
+            if not self._come.wait(self.WAIT_S):
+                logger.warning(
+                    "otel-dl: rank 0's run id has not come within %g s of the first step: until it does, this rank's"
+                    " steps are traces of their own. Is otel-dl switched on in rank 0?",
+                    self.WAIT_S,
+                )
+        return self.shared if self._come.is_set() else None
+
+
 class Identity(NamedTuple):
     """One process of a run. `run` is the whole `dl.run.id`: a label where the scheduler gives one, and a nonce."""
 
@@ -47,6 +92,8 @@ class Identity(NamedTuple):
     rank: int
     local_rank: int
     world_size: int
+    shared: bool = False
+    """Whether `run` is the same on all ranks: rank 0's."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Identity:
@@ -74,12 +121,15 @@ class Identity(NamedTuple):
             )
         return identity
 
-    def by_now(self) -> Identity:
+    def by_now(self, member: tuple[int, int] | None = None) -> Identity:
         """The same run, with the rank that is known now: a script may set its variables, or the process group, itself.
 
-        Ranks of `torch.multiprocessing.spawn` have neither when they start.
+        Ranks of `torch.multiprocessing.spawn` have neither when they start. `member` is the rank and the world size
+        that `init_process_group` was called with, before it has returned.
         """
-        now = Identity.read()._replace(run=self.run)
+        now = Identity.read()._replace(run=self.run, shared=self.shared)
+        if member is not None:
+            return now._replace(rank=member[0], world_size=member[1])
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return now._replace(rank=distributed.get_rank(), world_size=distributed.get_world_size())

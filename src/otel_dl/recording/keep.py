@@ -139,6 +139,11 @@ class Keep:
         self._recent: dict[str, deque[int]] = {
             reason: deque(maxlen=CAP_PER_MINUTE) for reason in (KeepReason.SLOW, KeepReason.WARMUP)
         }
+        self._late: Counter[str] | None = None
+
+    def decide_together(self, late: Counter[str]) -> None:
+        """From now on `slow` is a proposal to all ranks; the steps kept in the end are counted in `late`."""
+        self._late = late
 
     def decide(self, step: Step) -> str:
         """The reason for which `step` is exported, empty where it is not: the first that holds."""
@@ -158,13 +163,16 @@ class Keep:
             reason = KeepReason.WARMUP
         elif step.head:
             reason = KeepReason.HEAD
-        if reason:
+        if reason and (self._late is None or reason != KeepReason.SLOW):
             self.kept[reason] += 1
         return reason
 
     def _room(self, reason: str, now: int) -> bool:
         recent = self._recent[reason]
-        if self.kept[reason] >= CAP_PER_RUN or (len(recent) == CAP_PER_MINUTE and now - recent[0] < _MINUTE_NS):
+        kept = self.kept[reason]
+        if self._late is not None and reason == KeepReason.SLOW:
+            kept += self._late[KeepReason.SLOW] + self._late[KeepReason.PEER]
+        if kept >= CAP_PER_RUN or (len(recent) == CAP_PER_MINUTE and now - recent[0] < _MINUTE_NS):
             self.capped[reason] += 1
             return False
         recent.append(now)

@@ -138,6 +138,13 @@ if TYPE_CHECKING or _native is None:
             """A step that takes up to so many ns is certainly not slow."""
             self.attention = 0
             """The first step to come that `Run.records_only` has to be asked about."""
+            self.hold: Callable[[Any], None] | None = None
+            """Takes an ordinary step that has ended, as `held.Entry`; None: its records are thrown away."""
+            self.held_in = self.held_out = 0
+            """Records that `hold` took, and that were let go since; each has one thread that writes it."""
+            self.held_most = 0
+            self.not_held = 0
+            """Steps for which there was no room."""
 
         def follow(self, lane: Lane | None) -> None:
             """The calling thread, whose lane this is, bounds steps from now on; None: nobody does."""

@@ -45,6 +45,22 @@ class Explained(NamedTuple):
     """`rank_id`, `nccl_uid`, `dl.missing_ranks`, …"""
 
 
+class Stall(NamedTuple):
+    """Something has not come back in its time, between these readings of `clock`."""
+
+    ordinal: int
+    name: str
+    """The span's, of what it is."""
+    start: int
+    end: int
+    explained: Explained
+    """`error_type` is empty until the time limit is near."""
+    file: str
+    line: int
+    function: str
+    """The user's line that waits; empty, 0 and empty where it is not known."""
+
+
 class Ranks:
     """No other ranks: every call is lost. Calls come from the threads that train; none may talk to a store there."""
 

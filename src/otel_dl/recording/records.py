@@ -8,17 +8,21 @@ open.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from otel_dl.recording.native import StepState
+from otel_dl.recording.ranks import Stall
 from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
 
+    from otel_dl.recording.collectives import Collective
     from otel_dl.recording.failure import Failure
+    from otel_dl.recording.identity import Identity
     from otel_dl.recording.run import StepSpan
 
 clock: Final = time.perf_counter_ns
@@ -148,6 +152,33 @@ class WorkersStarted(NamedTuple):
     """Bytes in /dev/shm before they were."""
 
 
+class GroupChange(NamedTuple):
+    """A process group was made or ended, or that failed, between these readings of `clock`."""
+
+    name: str
+    """The span's: `dist.init_process_group`, …"""
+    start: int
+    end: int
+    group: str
+    """Its name in torch; "" where it has none, or this rank is not in it."""
+    size: int
+    """Ranks in it; 0: not known."""
+    ranks: str
+    """Which, as ranges; "" where the span does not say it."""
+    limit_s: float | None
+    """The time limit in force, in seconds."""
+    source: str
+    """Who set it: `user`, `otel_dl`, `torch`."""
+    error: Failure | None
+    words: str
+    """What is known of the failure."""
+    attributes: dict[str, Any]
+    """Of the failure."""
+
+
+Event = WorkersStarted | WorkerLife | GroupChange | Stall
+
+
 class Step(StepState):
     """A step while it is open, and what is left of it afterwards.
 
@@ -165,9 +196,13 @@ class Step(StepState):
     boundary: tuple[int, int] | None = None
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     global_step: int | None = None
+    collectives: Sequence[Collective] = ()
+    """A list from the first one on, made by `Collectives.issue`."""
     explicit = False
     requested = False
     reason = ""
+    identity: Identity | None = None
+    """Of this process when it was opened; None in a thread that bounds none."""
     span: StepSpan | None = None
     link: SpanContext | None = None
     """The user's span that was current when it began."""
@@ -196,11 +231,13 @@ class Step(StepState):
 class Evaluation:
     """A stretch of forward passes outside training, with the batches they took."""
 
-    __slots__ = ("dropped", "error", "ordinal", "reason", "records")
+    __slots__ = ("collectives", "dropped", "error", "identity", "ordinal", "reason", "records")
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, identity: Identity) -> None:
         self.ordinal = ordinal
+        self.identity = identity
         self.records: list[tuple[Any, ...]] = []
+        self.collectives: list[Collective] = []
         self.dropped = 0
         self.error: Failure | None = None
         self.reason = ""

@@ -15,12 +15,14 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
-from otel_dl.recording.identity import Identity
+from otel_dl.recording.collectives import Collectives
+from otel_dl.recording.held import Held
+from otel_dl.recording.identity import Expected, Identity, SharedRun
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
 from otel_dl.recording.ranks import Ranks
-from otel_dl.recording.records import Evaluation, Step, WorkerLife, WorkersStarted, clock
+from otel_dl.recording.records import Evaluation, Event, Step, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -30,8 +32,10 @@ WAITING_STEPS: Final = 2_048
 STEPS_WAITING: Final = "steps waiting"
 """The key in `Run.dropped` of those that found no room."""
 PENDING_RECORDS: Final = 64
-WAITING_WORKERS: Final = 4_096
-"""Starts and ends of workers that wait for the builder at most."""
+WAITING_EVENTS: Final = 4_096
+"""Events of the run that wait for the builder at most."""
+EVENTS: Final = "starts and ends of workers and process groups, stalls"
+"""The key in `Run.dropped` of those that found no room."""
 RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
 
@@ -60,13 +64,24 @@ class Run:
 
     def _begin(self, head: Head) -> None:
         self.identity = Identity.read()
+        self._expected: Expected | None = None
+        """Rank 0's run, where it is on its way."""
+        self._shared_run: SharedRun | None = None
+        self._announced: tuple[Identity, int] | None = None
+        """Who the process was, and the run's trace, when its first span was built: that stays."""
+        self.clock: tuple[int, int] | None = None
+        """How far this host's clock is before rank 0's, and how far off that may be (ns), once it is known."""
         self.keep = Keep(head)
         self.slow = self.keep.slow
         self.fast.durations = self.slow.new
         self.fast.attention = 0
+        self.held: Held | None = None
+        """Steps that other ranks may ask for, where they share the run."""
+        self.fast.hold = None
         self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
+        self.collectives = Collectives(self)
         self.number = 0
         """Of the step that is opened next."""
         self._decided_for = -1
@@ -76,6 +91,8 @@ class Run:
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
         self.started = False
+        self.member: tuple[int, int] | None = None
+        """Rank and world size, where the run began with `init_process_group`."""
         self.status = Status()
         """Where the thread that bounds steps says what it does now; `on_start` puts the page there."""
         self.fast.map_page(0)
@@ -88,8 +105,8 @@ class Run:
         self.recent: dict[int, None] = {}
         """Trace ids of the latest kept steps whose ids somebody asked for."""
         self.closed: deque[Step | Evaluation] = deque()
-        self.workers: deque[WorkersStarted | WorkerLife] = deque()
-        """Starts and ends of workers, for the builder."""
+        self.events: deque[Event] = deque()
+        """Starts and ends of workers and process groups, for the builder."""
         self.dropped: Counter[str] = Counter()
         """Records and steps that were dropped, by reason."""
         self.main: Lane | None = None
@@ -110,20 +127,77 @@ class Run:
     def stepper(self, lane: Lane | None) -> None:
         self.fast.follow(lane)
 
+    @property
+    def trainer(self) -> threading.Thread:
+        """The thread that bounds steps; the main one until it is known."""
+        lane = self.stepper or self.main
+        return lane.thread if lane is not None else threading.main_thread()
+
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
         self._begin(self.keep.head)
 
-    def start(self) -> None:
-        """The first step, or the first loader with workers, begins: from now on there is something to export.
+    def start(self, member: tuple[int, int] | None = None) -> None:
+        """The first step, loader with workers or `init_process_group` begins: from now on there is something to export.
 
-        `on_start` connects with the SDK: it sets `keep.head`, `foreign_provider`, `remote` and `identity`.
+        `member` is the rank and the world size that the latter was given. `on_start` connects with the SDK: it sets
+        `keep.head`, `foreign_provider`, `remote` and `identity`.
         """
         if not self.started and self.active:
+            self.member = member
             if self.on_start is not None:
                 self.on_start()
             # Only now: where it was interrupted, the next step tries again.
             self.started = True
+        if self._expected is not None and self.current is None:
+            self._learn(self._expected)
+
+    # Who the process is, where there are other ranks.
+
+    def expect(self, expected: Expected) -> None:
+        """`init_process_group` has returned. The next step takes rank 0's run, which it waits for once."""
+        self._expected = expected
+        self.fast.attention = 0
+
+    def look_up(self) -> None:
+        """What was expected has come: the step that is open is not to become the next one by itself."""
+        self.fast.attention = 0
+
+    def _learn(self, expected: Expected) -> None:
+        """Between two steps."""
+        shared = None if self._handed_out is not None else expected.look()  # ids handed out stay
+        if shared is None:
+            return
+        self._expected = None
+        identity = self.identity.by_now()
+        if identity.world_size == 1:
+            return
+        self._shared_run = shared
+        self.identity = identity._replace(run=shared.run, shared=True)
+        self._decided_for = -1
+        if self.settings.held_records and not self.keep.head.off:
+            self.held = Held(self, self.settings.held_records)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether rank 0's run is on its way."""
+        return self._expected is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the process is likely to stay who it is."""
+        return self.identity.shared or (self._expected is None and self.identity.world_size == 1)
+
+    @property
+    def former(self) -> tuple[int, int] | None:
+        """(trace id, span id) of the first span of the run that this one is a restart of."""
+        return self._shared_run.former if self._shared_run is not None else None
+
+    def announce(self) -> Identity:
+        """A span of the run's trace is built: its ids stay. Who this process is in them."""
+        if self._announced is None:
+            self._announced = self.identity, self.run_ids()[0]
+        return self._announced[0]
 
     # Opening and closing, called by the thread that bounds steps.
 
@@ -131,12 +205,13 @@ class Run:
         """A step that begins at `start` (ns of `clock`); its number is used up when it is closed."""
         if self.current is not None:
             self.cancel(self.current)
-        if not self.started:
+        if not self.started or self._expected is not None:
             self.start()
         number = self.number
         if self._decided_for != number:  # a step that came to nothing has left its number, and its answer
             self._decided_for, self._head_says = number, self.keep.head.step(number)
         self.current = step = Step(number, start, batch, former, self._head_says)
+        step.identity = self.identity
         self.status.step(number)
         if self.pending:
             step.records.extend(self.pending)
@@ -161,6 +236,8 @@ class Run:
 
     def records_only(self, number: int) -> bool:
         """Whether step `number` is, as far as the head decides, only recorded; says how long the next ones are."""
+        if self._expected is not None and self._expected.due:
+            return False
         slow = self.slow
         if len(slow.new) >= slow.TOGETHER:
             slow.sort_in()
@@ -173,6 +250,8 @@ class Run:
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
+        for collective in step.collectives:
+            self.collectives.leave(collective)
         self.status.step(-1)
         self.number = step.number
         if step.span is not None and step.span.asked is not None:
@@ -184,7 +263,7 @@ class Run:
         former, self._handed_out = self._handed_out, None
         if former is not None:
             step.user_spans = former.user_spans
-            self.undecided.pop(self.step_ids(former.number)[0], None)
+            self.undecided.pop(self.step_ids(former.number, former.identity)[0], None)
             if step.span is not None:
                 step.span.get_span_context()
 
@@ -206,12 +285,18 @@ class Run:
         self._leave(step)
         step.context = None  # while it waits to be built, it holds what spans are built of and no more
         reason = self.keep.decide(step)
+        if self.held is not None:
+            reason = self.held.closed(step, reason)
         span = step.span
         if span is not None and span.asked is not None:
             self._decided(span.asked.trace_id, reason)
         if reason:
             step.reason = reason
             self._hand_over(step)
+
+    def keep_late(self, step: Step) -> None:
+        """`step`, which was held, is kept after all, for its `reason`. Called by any thread."""
+        self._hand_over(step)
 
     def _decided(self, trace_id: int, reason: str) -> None:
         self.undecided.pop(trace_id, None)
@@ -226,12 +311,12 @@ class Run:
         else:
             self.dropped[STEPS_WAITING] += 1
 
-    def tell_of_workers(self, event: WorkersStarted | WorkerLife) -> None:
-        """Workers were started, or one has ended."""
-        if len(self.workers) < WAITING_WORKERS:
-            self.workers.append(event)
+    def tell(self, event: Event) -> None:
+        """Something happened that belongs to no step, or to one that is decided later."""
+        if len(self.events) < WAITING_EVENTS:
+            self.events.append(event)
         else:
-            self.dropped["starts and ends of workers"] += 1
+            self.dropped[EVENTS] += 1
 
     @property
     def decided(self) -> int:
@@ -249,7 +334,7 @@ class Run:
         return step.number
 
     def evaluation(self) -> Evaluation:
-        evaluation = Evaluation(self.evaluations)
+        evaluation = Evaluation(self.evaluations, self.identity)
         self.evaluations += 1
         return evaluation
 
@@ -284,28 +369,43 @@ class Run:
         lane.finish(error)
         former, self._handed_out = self._handed_out, None
         if former is not None:
-            self._decided(self.step_ids(former.number)[0], KeepReason.HEAD if former.head else "")
+            self._decided(self.step_ids(former.number, former.identity)[0], KeepReason.HEAD if former.head else "")
             if former.head and former.user_spans:
                 self._hand_over(former)
 
-    def step_ids(self, number: int) -> tuple[int, int]:
-        """(trace id, span id) of step `number` on this rank."""
-        identity = self.identity
-        return (
-            ids.trace_id(identity.run, TraceKind.STEP, number),
-            ids.span_id(identity.run, TraceKind.STEP, number, identity.rank),
-        )
+    # Ids. `identity` is the one at the time: what was handed out stays when the process learns of rank 0's run.
+
+    def step_ids(self, number: int, identity: Identity | None = None, rank: int | None = None) -> tuple[int, int]:
+        """(trace id, span id) of step `number` on this rank, or another."""
+        identity = identity or self.identity
+        parts = (identity.run, TraceKind.STEP, number, identity.rank if rank is None else rank)
+        apart = identity.shared and not self.one_trace(identity)
+        return ids.trace_id(*(parts if apart else parts[:3])), ids.span_id(*parts)
+
+    def one_trace(self, identity: Identity) -> bool:
+        """Whether the ranks share a trace a step: they know the same run, and are not too many."""
+        return identity.shared and identity.world_size <= self.settings.trace_ranks
+
+    def sampled_id(self, number: int) -> int:
+        """The trace id of which a sampler is asked for step `number`, on every rank the same."""
+        return ids.trace_id(self.identity.run, TraceKind.STEP, number)
 
     def evaluation_ids(self, evaluation: Evaluation) -> tuple[int, int]:
         """(trace id, span id) of a stretch of evaluation on this rank."""
-        parts = (self.identity.run, TraceKind.EVAL, self.identity.rank, evaluation.ordinal)
+        parts = (evaluation.identity.run, TraceKind.EVAL, evaluation.identity.rank, evaluation.ordinal)
         return ids.trace_id(*parts), ids.span_id(*parts)
 
-    def run_ids(self) -> tuple[int, int]:
-        """(trace id, span id) of this rank's first span in the run's trace."""
-        identity = self.identity
-        trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
-        return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank)
+    def run_ids(self, rank: int | None = None) -> tuple[int, int]:
+        """(trace id, span id) of the first span of this rank, or another, in the run's trace."""
+        if self._announced is not None:
+            identity, trace_id = self._announced
+        else:
+            identity = self.identity
+            if self._shared_run is not None:
+                trace_id = self._shared_run.trace_id
+            else:
+                trace_id = self.remote.trace_id if self.remote else ids.trace_id(identity.run, TraceKind.RUN)
+        return trace_id, ids.span_id(identity.run, TraceKind.RUN, identity.rank if rank is None else rank)
 
 
 class StepSpan(context.DerivedSpan):
@@ -319,7 +419,7 @@ class StepSpan(context.DerivedSpan):
     def ids(self) -> tuple[int, int]:
         step = self.step
         assert step is not None, "asked while it is open"
-        trace_id, span_id = self._run.step_ids(step.number)
+        trace_id, span_id = self._run.step_ids(step.number, step.identity)
         self._run.undecided[trace_id] = step
         step.plain = False
         return trace_id, span_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import TYPE_CHECKING, Any, Final
@@ -15,23 +16,29 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from otel_dl import semconv
 from otel_dl.recording import ids
+from otel_dl.recording.collectives import Collective
+from otel_dl.recording.collectives import attributes as collective_attributes
+from otel_dl.recording.failure import Failure
+from otel_dl.recording.ranks import Stall
 from otel_dl.recording.records import (
     NAMES,
     Batch,
     Evaluation,
+    Event,
     Fetch,
+    GroupChange,
     Kind,
     Record,
     Step,
     WorkerLife,
-    WorkersStarted,
     to_epoch_ns,
 )
+from otel_dl.recording.reduced import reduce
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.version import __version__
 
 if TYPE_CHECKING:
-    from otel_dl.recording.failure import Failure
+    from otel_dl.recording.identity import Identity
     from otel_dl.recording.run import Run
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -41,8 +48,13 @@ _USER_SCOPE = InstrumentationScope(semconv.USER_SCOPE, __version__)
 
 _bounded_list: Callable[[int | None, Sequence[Link]], Sequence[Link]] = BoundedList.from_seq  # pyright: ignore
 
-_MOST_LINKS: Final = 3
-"""Of one span: run, former kept step, a span of the user's."""
+_MOST_LINKS: Final = 4
+"""Of one span: run, former kept step, a span of the user's, rank 0's step."""
+_FORMER_STEPS: Final = 64
+
+OF_TRACE: Final = 10_000
+"""Spans of ours in the trace of a step at most."""
+_LEAST_RECORDS: Final = 16
 
 _UNSET: Final = Status(StatusCode.UNSET)
 """One for all: what waits for the exporter is work for the garbage collector."""
@@ -70,16 +82,30 @@ class SpanBuilder:
     ) -> None:
         self._run = run
         self._base = resource
-        self._resource = run.identity.resource(resource)
-        self._workers: dict[tuple[int, int], Resource] = {}
+        self._resources: dict[tuple[Identity, int | None, int], Resource] = {}
         self._take = take
         self._ready = ready
         self._pid = pid
+        self._be(run.identity)
         self.of_run_so_far = 0
         """Spans of the run's trace so far, below its first one."""
         self._limits = limits if limits is not None and _are_narrow(limits) else None
-        self._last: SpanContext | None = None
-        """The former kept step."""
+        self._kept: list[tuple[int, SpanContext]] = []
+        """The latest kept steps, by number."""
+
+    def _be(self, identity: Identity) -> None:
+        """What is built next is of the time when the process was this."""
+        self._identity = identity
+        self._resource = self._resource_of(None, self._pid)
+
+    def _resource_of(self, worker: int | None, pid: int) -> Resource:
+        key = self._identity, worker, pid
+        resource = self._resources.get(key)
+        if resource is None:
+            if len(self._resources) > 256:
+                self._resources.clear()
+            resource = self._resources[key] = self._identity.resource(self._base, worker, pid)
+        return resource
 
     # Traces.
 
@@ -87,16 +113,24 @@ class SpanBuilder:
         """The spans of a kept step: `train.step` first, then its phases by start, then its batches' traces, then the
         `lives` of workers that ended in it."""
         run = self._run
-        trace_id, span_id = run.step_ids(step.number)
-        context = _context(trace_id, span_id)
-        records = [Record._make(record) for record in step.records]
+        identity = step.identity or run.identity
+        self._be(identity)
+        context = _context(*run.step_ids(step.number, identity))
+        parent: SpanContext | None = None
+        records, reduced = reduce([Record._make(record) for record in step.records], self._room(identity))
         # The context of the run's trace; the former kept step; a span of the user's around the step.
         links = [Link(_context(*run.run_ids()))]
-        if self._last is not None:
-            links.append(Link(self._last))
+        former = self._former(step.number, context)
+        if former is not None:
+            links.append(Link(former))
         if step.link is not None:
             links.append(Link(step.link))
-        self._last = context
+        if identity.shared and identity.rank:
+            first = _context(*run.step_ids(step.number, identity, rank=0))
+            if run.one_trace(identity):
+                parent = first
+            else:
+                links.append(Link(first))
         warm = step.number == 0
         attributes = self._first(TraceKind.STEP, step.reason, step.dropped)
         attributes["dl.step"] = step.number
@@ -108,11 +142,15 @@ class SpanBuilder:
             attributes["dl.global_step"] = step.global_step
         if run.foreign_provider and step.span is not None and not step.head:
             attributes["dl.user_spans"] = "not_recorded"
+        if reduced:
+            attributes["dl.detail.reduced"] = reduced
         spans = [
-            self._span(SpanName.STEP, context, None, step.start, step.end, attributes, step.error, links,
+            self._span(SpanName.STEP, context, parent, step.start, step.end, attributes, step.error, links,
                        words=step.words)
         ]  # fmt: skip
-        ordinal = self._phases(context, records, warm, step.reason, spans, step.words)
+        ordinal = self._phases(
+            context, records, warm, step.reason, spans, step.words, step.collectives, max(step.end, step.start)
+        )
         for life in lives:
             ordinal += 1
             spans.append(self._life(life, context, ordinal))
@@ -120,15 +158,19 @@ class SpanBuilder:
 
     def evaluation(self, evaluation: Evaluation) -> list[ReadableSpan]:
         """`train.eval`, from its first record's start to its last one's end, with what ran in it."""
+        self._be(evaluation.identity)
         context = _context(*self._run.evaluation_ids(evaluation))
         records = [Record._make(record) for record in evaluation.records]
         if not records:
             return []
         start, end = min(r.start for r in records), max(r.end for r in records)
+        collectives = evaluation.collectives
+        if collectives:
+            start, end = min(start, collectives[0].start), max(end, *(c.end for c in collectives))
         attributes = self._first(TraceKind.EVAL, evaluation.reason, evaluation.dropped)
         links = [Link(_context(*self._run.run_ids()))]
         spans = [self._span(SpanName.EVAL, context, None, start, end, attributes, evaluation.error, links)]
-        self._phases(context, records, False, evaluation.reason, spans)
+        self._phases(context, records, False, evaluation.reason, spans, "", collectives, end)
         return spans
 
     def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
@@ -145,29 +187,46 @@ class SpanBuilder:
         links = [Link(returned)] if returned is not None else []
         span = self._span(
             SpanName.FETCH, context, None, fetch.start, fetch.end, attributes, fetch.error, links,
-            self._worker(fetch.worker, fetch.pid),
+            self._resource_of(fetch.worker, fetch.pid),
         )  # fmt: skip
         return [span, *fetch.spans]
 
     def startup(self, start: int, parts: dict[str, tuple[int, int]], error: Failure | None) -> list[ReadableSpan]:
         """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
         run = self._run
+        self._be(run.announce())
         context = _context(*run.run_ids())
+        links = [Link(_context(*run.former))] if run.former is not None else ()
+        parent = run.remote
+        if self._identity.shared and self._identity.rank:
+            parent = _context(*run.run_ids(rank=0))
         end = time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
         attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
-        spans = [self._epoch_span(SpanName.STARTUP, context, run.remote, start, end, attributes, error, ())]
+        spans = [self._epoch_span(SpanName.STARTUP, context, parent, start, end, attributes, error, links)]
         for name, times in parts.items():
             self.of_run_so_far += 1
             child = _context(context.trace_id, self._ordinal(context.trace_id, self.of_run_so_far))
             spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
         return spans
 
-    def of_run(self, event: WorkersStarted | WorkerLife) -> ReadableSpan:
-        """In the run's trace: `dataloader.start_workers`, or a `dataloader.worker` that ended in no kept step."""
+    def of_run(self, event: Event | Collective) -> ReadableSpan:
+        """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, what makes
+        and ends process groups, or a collective outside any step."""
+        if isinstance(event, Stall):
+            return self._stall(event)
+        self._be(self._run.announce())
         run = _context(*self._run.run_ids())
         self.of_run_so_far += 1
+        if isinstance(event, Collective):
+            return self._collective(event, run, self.of_run_so_far, [], event.issued)
         if isinstance(event, WorkerLife):
             return self._life(event, run, self.of_run_so_far)
+        if isinstance(event, GroupChange):
+            context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+            return self._span(
+                event.name, context, run, event.start, event.end, _group_attributes(event), event.error, (),
+                words=event.words,
+            )  # fmt: skip
         attributes: Attributes = {
             "dl.loader.id": event.loader,
             "dl.worker.count": event.workers,
@@ -177,6 +236,25 @@ class SpanBuilder:
             attributes["dl.shm.free_bytes"] = event.free_shm
         context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
         return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, attributes, None, ())
+
+    def _stall(self, stall: Stall) -> ReadableSpan:
+        """A trace of its own."""
+        self._be(self._run.identity)
+        identity = self._run.identity
+        parts = (identity.run, TraceKind.STALL, identity.rank, self._pid, stall.ordinal)
+        context = _context(ids.trace_id(*parts), ids.span_id(*parts))
+        attributes = self._first(TraceKind.STALL, KeepReason.REQUESTED, 0) | stall.explained.attributes
+        attributes["dl.stall.in"] = stall.name
+        if stall.file:
+            attributes["code.file.path"] = stall.file
+            attributes["code.line.number"] = stall.line
+            attributes["code.function.name"] = stall.function
+        error = Failure(stall.explained.error_type, "")
+        links = [Link(_context(*self._run.run_ids()))]
+        return self._span(
+            SpanName.STALL, context, None, stall.start, stall.end, attributes, error, links,
+            words=stall.explained.words,
+        )  # fmt: skip
 
     def _life(self, life: WorkerLife, parent: SpanContext, ordinal: int) -> ReadableSpan:
         attributes: Attributes = {
@@ -199,19 +277,23 @@ class SpanBuilder:
         return self._span(
             SpanName.WORKER, _context(parent.trace_id, self._ordinal(parent.trace_id, ordinal)), parent,
             life.start, life.end, attributes, life.error, [Link(_context(*self._run.run_ids()))],
-            self._worker(life.worker, life.pid), words=life.words,
+            self._resource_of(life.worker, life.pid), words=life.words,
         )  # fmt: skip
 
     # Their parts.
 
     def _phases(
         self, root: SpanContext, records: list[Record], warm: bool, reason: str, spans: list[ReadableSpan],
-        words: str = "",
+        words: str = "", collectives: Sequence[Collective] = (), end: int = 0,
     ) -> int:  # fmt: skip
-        """Appends them to `spans`; the number of the last one in this trace."""
+        """Appends them to `spans`; the number of the last one in this trace, which ends at `end`."""
         around: list[tuple[Record, SpanContext]] = []
         ordinal = 0
+        issued = sorted(collectives, key=_issued_at, reverse=True)
         for record in _nested(records):
+            while issued and issued[-1].start < record.start:
+                ordinal += 1
+                spans.append(self._collective(issued.pop(), root, ordinal, around, end))
             ordinal += 1
             context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
             while around and record.end > around[-1][0].end:
@@ -260,11 +342,33 @@ class SpanBuilder:
                         record.error, (),
                     )
                 )  # fmt: skip
+        while issued:
+            ordinal += 1
+            spans.append(self._collective(issued.pop(), root, ordinal, around, end))
         return ordinal
 
+    def _collective(
+        self, collective: Collective, root: SpanContext, ordinal: int, around: list[tuple[Record, SpanContext]],
+        last: int,
+    ) -> ReadableSpan:  # fmt: skip
+        """Under the phase in which it was issued: an asynchronous one may outlive it. Where its end was not seen, it
+        is the phase's, or `last`."""
+        while around and collective.start > around[-1][0].end:
+            around.pop()
+        parent = around[-1][1] if around else root
+        end = collective.end or max(collective.start, around[-1][0].end if around else last)
+        context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+        return self._span(
+            collective.name, context, parent, collective.start, end, collective_attributes(collective),
+            collective.failure, (),
+        )  # fmt: skip
+
     def _first(self, kind: str, reason: str, dropped: int) -> Attributes:
-        identity = self._run.identity
-        return {
+        identity = self._identity
+        attributes: Attributes = {}
+        if identity.world_size > 1 and self._run.clock is not None:
+            attributes["dl.clock.offset_ns"], attributes["dl.clock.error_ns"] = self._run.clock
+        return attributes | {
             "dl.run.id": identity.run,
             "dl.run.attempt": identity.attempt,
             "dl.rank": identity.rank,
@@ -277,16 +381,21 @@ class SpanBuilder:
         }
 
     def _ordinal(self, trace_id: int, ordinal: int) -> int:
-        return ids.span_id(f"{trace_id:032x}", self._run.identity.rank, self._pid, ordinal)
+        return ids.span_id(f"{trace_id:032x}", self._identity.rank, self._pid, ordinal)
 
-    def _worker(self, worker: int, pid: int) -> Resource:
-        resource = self._workers.get((worker, pid))
-        if resource is None:
-            if len(self._workers) > 256:
-                self._workers.clear()
-            resource = self._run.identity.resource(self._base, worker, pid)
-            self._workers[worker, pid] = resource
-        return resource
+    def _room(self, identity: Identity) -> int:
+        """Records of a step of which spans are built at most: one trace holds those of all ranks that share it."""
+        ranks = identity.world_size if self._run.one_trace(identity) else 1
+        return max(_LEAST_RECORDS, OF_TRACE // ranks - 2)
+
+    def _former(self, number: int, context: SpanContext) -> SpanContext | None:
+        """The kept step before this one. (Steps that a peer asked for come later than those after them.)"""
+        place = bisect_left(self._kept, (number,))
+        former = self._kept[place - 1][1] if place else None
+        self._kept.insert(place, (number, context))
+        if len(self._kept) > _FORMER_STEPS:
+            del self._kept[0]
+        return former
 
     def _span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
@@ -312,8 +421,10 @@ class SpanBuilder:
         attributes: Attributes, error: Failure | None, links: Sequence[Link],
         resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
-        if error is not None:
+        if error is not None and error.type:
             attributes["error.type"] = error.type
+            if error.attributes:
+                attributes |= error.attributes
         limits, bounded = self._limits, attributes
         if limits is not None:
             # As the SDK's own spans are bounded, and what is dropped counted.
@@ -357,6 +468,24 @@ def _nested(records: list[Record]) -> list[Record]:
     """By start, what is around before what is within (on the hot path a record is written when it ends)."""
     order = sorted(range(len(records)), key=lambda i: (records[i].start, -records[i].end, -i))
     return [records[i] for i in order]
+
+
+def _group_attributes(event: GroupChange) -> Attributes:
+    attributes: Attributes = {}
+    if event.group:
+        attributes["dl.group.id"] = event.group
+    if event.size:
+        attributes["dl.group.size"] = event.size
+    if event.ranks:
+        attributes["dl.group.ranks"] = event.ranks
+    if event.limit_s is not None:
+        attributes["dl.timeout_s"] = event.limit_s
+        attributes["dl.timeout.source"] = event.source
+    return attributes | event.attributes
+
+
+def _issued_at(collective: Collective) -> int:
+    return collective.start
 
 
 def _batch_attributes(batch: Batch) -> Attributes:

@@ -1,0 +1,152 @@
+"""A rank that keeps a step asks the others to keep it as well: one log a minute in the job's store, in which each
+writes what it wants.
+
+Steps that failed, or that the user asked for, are kept by every rank. Slow ones are proposed, by the rank that was
+slow; the first few of a minute's log are kept, by every rank alike, and the others by none: with 10,000 ranks some
+rank is always slow. All read the same log in the same order, so all take the same, without asking anybody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from otel_dl.ranks.store import JobStore, StoreGone
+from otel_dl.recording.held import GONE, WAITS
+from otel_dl.recording.keep import CAP_PER_MINUTE
+from otel_dl.semconv import KeepReason
+
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+
+LOG_BYTES: Final = 65_536
+"""Of a minute's log at most: what comes later is counted and dropped."""
+WAITING: Final = 4_096
+"""Requests of this rank that wait to be written at most; the oldest go first."""
+_PROPOSED: Final = "s"
+_WANTED: Final = "e"
+_GONE_AFTER: Final = 2
+"""Ticks after which a step that is decided and is nowhere to be found is taken for gone."""
+
+
+class KeepRequests:
+    """Takes part in the exchange. `kept` is called by the thread that trains, the rest by the exchange's."""
+
+    def __init__(self, run: Run, now: Callable[[], float] = time.time) -> None:
+        """`now`: seconds since the epoch, by rank 0's clock as far as it is known."""
+        self._run = run
+        self._now = now
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In a forked child, which is a run of its own."""
+        self._own: deque[tuple[int, str]] = deque(maxlen=WAITING)
+        self._read_bytes: dict[int, int] = {}
+        """Of each minute's log, how far it was read."""
+        self._slow: dict[int, list[int]] = {}
+        """The slow steps that each minute's log has room for."""
+        self._wanted: dict[int, int] = {}
+        """Steps to be kept that are not yet: how often they were decided and nowhere to be found."""
+        self._seen: dict[int, None] = {}
+        """Steps that are kept everywhere."""
+        self._prefix = ""
+
+    def kept(self, number: int, reason: str) -> None:
+        """This rank keeps step `number`, or proposes it."""
+        self._own.append((number, _PROPOSED if reason in (KeepReason.SLOW, KeepReason.WARMUP) else _WANTED))
+
+    def connected(self, store: JobStore) -> None:
+        if store.prefix != self._prefix:  # other logs
+            self._prefix = store.prefix
+            self._read_bytes.clear()
+            self._slow.clear()
+
+    def write(self, store: JobStore) -> bool:
+        held = self._run.held
+        if held is None or not self._own:
+            return False
+        minute = self._minute()
+        if self._read_bytes.get(minute, 0) > LOG_BYTES:
+            self._run.dropped["requests to other ranks to keep a step"] += len(self._own)
+            self._own.clear()
+            return False
+        full = len(self._slow.get(minute, ())) >= CAP_PER_MINUTE
+        words: list[str] = []
+        while self._own:
+            number, kind = self._own.popleft()
+            if number in self._seen:
+                continue
+            if kind == _PROPOSED and full:
+                held.refuse(number)
+            else:
+                words.append(f"{kind}{number} ")
+        if not words:
+            return False
+        try:
+            store.append(_key(minute), "".join(words))
+        except StoreGone:
+            self._own.extend((int(word[1:]), word[0]) for word in words)
+            raise
+        return True
+
+    def read(self, store: JobStore) -> None:
+        if self._run.held is None:
+            return
+        minute = self._minute()
+        minutes = range(minute - 1, minute + 2)  # clocks differ
+        for one, log in zip(minutes, store.get_many([_key(one) for one in minutes]), strict=True):
+            if log is not None:
+                self._take(one, log)
+        for known in [*self._read_bytes, *self._slow]:
+            if known < minute - 2:
+                self._read_bytes.pop(known, None)
+                self._slow.pop(known, None)
+        self._keep()
+
+    def last(self, store: JobStore) -> None:
+        """The run ends: what is pending is written, and what others want is read, once."""
+        self.write(store)
+        self.read(store)
+
+    def _minute(self) -> int:
+        return int(self._now()) // 60
+
+    def _take(self, minute: int, log: bytes) -> None:
+        known = self._read_bytes.get(minute, 0)
+        self._read_bytes[minute] = len(log)
+        slow = self._slow.setdefault(minute, [])
+        for word in log[known:].decode("ascii", "replace").split():
+            kind, number = word[0], int(word[1:])
+            if kind == _PROPOSED and number not in slow:
+                if len(slow) >= CAP_PER_MINUTE:
+                    if self._run.held is not None:
+                        self._run.held.refuse(number)
+                    continue
+                slow.append(number)
+            if number not in self._seen:
+                self._seen[number] = None
+                self._wanted[number] = 0
+        while len(self._seen) > 4 * WAITING:
+            del self._seen[next(iter(self._seen))]
+        while len(self._wanted) > WAITING:
+            del self._wanted[next(iter(self._wanted))]
+
+    def _keep(self) -> None:
+        held = self._run.held
+        assert held is not None, "read"
+        for number in list(self._wanted):
+            answer = held.keep(number)
+            if answer == WAITS:
+                continue
+            if answer == GONE:
+                self._wanted[number] += 1
+                if self._wanted[number] < _GONE_AFTER:
+                    continue
+                self._run.dropped["steps that other ranks keep, and that were no longer held"] += 1
+            del self._wanted[number]
+
+
+def _key(minute: int) -> str:
+    return f"keep/{minute}"

@@ -1,0 +1,73 @@
+"""What this rank waits in, by its own status page, and by torch's Flight Recorder where the page can't tell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from otel_dl.forensics import reader
+from otel_dl.recording.ranks import Group, Wait
+from otel_dl.recording.records import clock, to_epoch_ns
+
+if TYPE_CHECKING:
+    from otel_dl.forensics.reader import Page
+    from otel_dl.recording.run import Run
+
+_STILL_NS: Final = 1_000_000_000
+"""Only where nothing has begun or ended for so long is the Flight Recorder asked."""
+
+
+def waiting(run: Run, groups: Mapping[str, Group]) -> Wait | None:
+    """The collective whose end this rank waits for in Python; None where it waits in none, or is not seen to."""
+    page = reader.decode(run.status.page)
+    latest = page.collective if page is not None else None
+    if latest is None or latest.state != "waiting" or latest.group not in groups:
+        return None
+    return Wait(latest.name, groups[latest.group], latest.seq, latest.start, latest.size)
+
+
+def stuck(run: Run, groups: Mapping[str, Group]) -> Wait | None:
+    """The oldest collective that is under way where this rank has not moved for a second: what it waits for in C++ (in
+    `backward`, on DDP's buckets) that it can't be seen to wait for."""
+    page = reader.decode(run.status.page)
+    if page is None or clock() - page.last() < _STILL_NS:
+        return None
+    return oldest(run, groups, page)
+
+
+def oldest(run: Run, groups: Mapping[str, Group], page: Page) -> Wait | None:
+    """The oldest collective that is not known to be complete."""
+    latest = page.collective
+    if latest is None or latest.state == "complete" or latest.group not in groups:
+        return None
+    under_way = _by_flight_recorder(groups)
+    if under_way is None:
+        return Wait(latest.name, groups[latest.group], latest.seq, latest.start, latest.size)
+    if not under_way:
+        return None
+    first = min(under_way, key=lambda wait: wait.start)
+    if (first.group.id, first.seq) == (latest.group, latest.seq):
+        return first._replace(size=latest.size)
+    return first
+
+
+def _by_flight_recorder(groups: Mapping[str, Group]) -> list[Wait] | None:
+    """Collectives under way, the first of each group; None where torch has no Flight Recorder for all backends (2.8).
+
+    gloo's entries say `retired` once the work is over (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.15).
+    """
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return None
+    first: dict[str, Wait] = {}
+    for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
+        group = entry["process_group"][0]
+        if entry["retired"] or entry["is_p2p"] or group not in groups or group in first:
+            continue
+        name = "dist." + entry["profiling_name"].partition(":")[2].removeprefix("_")
+        start = clock() - (to_epoch_ns(clock()) - entry["time_created_ns"])
+        first[group] = Wait(name, groups[group], entry["collective_seq_id"], start)
+    return list(first.values())

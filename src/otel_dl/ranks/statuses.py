@@ -1,0 +1,237 @@
+"""What each rank says of itself once a second, and what its neighbours can read of it besides.
+
+The ranks of a host find each other's status pages through the store, and keep them mapped: a page shows what a rank
+does that can't say so itself, because it is stopped or dead, and it can be read where the store is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from otel_dl.faults import is_users
+from otel_dl.forensics import layout, reader
+from otel_dl.forensics.layout import End
+from otel_dl.forensics.memory import Memory
+from otel_dl.forensics.processes import is_dead, is_stopped
+from otel_dl.ranks.store import JobStore
+from otel_dl.ranks.verdict import Issued, Life, RankStatus
+
+if TYPE_CHECKING:
+    from otel_dl.forensics.reader import Page
+    from otel_dl.recording.collectives import Collective
+    from otel_dl.recording.run import Run
+
+_NEIGHBOURS: Final = 64
+"""Ranks of this host whose pages are kept mapped, at most."""
+_STILL_NS: Final = 1_000_000_000
+"""After so long in one phase the user's line is looked up."""
+_SEARCHES: Final = 30
+"""Ticks in which neighbours are looked for."""
+
+
+def host_id() -> str:
+    """The same for all processes that share a kernel: the names of hosts may collide, as in containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+class Place:
+    """The line of the user's that a thread is at."""
+
+    def __init__(self, frame: FrameType | None) -> None:
+        while frame is not None and not is_users(frame.f_code):
+            frame = frame.f_back
+        self.file = frame.f_code.co_filename if frame is not None else ""
+        self.line = (frame.f_lineno or 0) if frame is not None else 0
+        self.function = frame.f_code.co_qualname if frame is not None and sys.version_info >= (3, 11) else (
+            frame.f_code.co_name if frame is not None else "")  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+
+
+def place_of(thread: threading.Thread | None) -> Place:
+    return Place(sys._current_frames().get(thread.ident or 0) if thread is not None else None)  # pyright: ignore[reportPrivateUsage]
+
+
+class Statuses:
+    """Publishes this rank's, and reads the others'."""
+
+    def __init__(
+        self, run: Run, waits: Callable[[], tuple[str, str, int] | None], groups: Callable[[], Sequence[str]]
+    ) -> None:
+        """`waits`: (span name, group, number) of what this rank waits in now; `groups`: those it has joined."""
+        self._groups = groups
+        self.rank = 0
+        self._run = run
+        self._waits = waits
+        self._begin()
+
+    def _begin(self) -> None:
+        self._host = host_id()
+        self._registered = False
+        self._searches = 0
+        self._neighbours: dict[int, tuple[int, Memory]] = {}
+        """Rank → (pid, its page)."""
+        self.end = ""
+
+    # Participant of the exchange.
+
+    def connected(self, store: JobStore) -> None:
+        self._registered = False
+        self._searches = 0
+
+    def write(self, store: JobStore) -> bool:
+        if not self._registered:
+            self._registered = True
+            path = self._run.status.path
+            store.append(f"host/{self._host}", f"{self.rank}\t{os.getpid()}\t{path}\n")
+        else:
+            self.publish(store)
+        return True
+
+    def read(self, store: JobStore) -> None:
+        if self._searches < _SEARCHES:
+            self._searches += 1
+            self.find_neighbours(store)
+
+    def publish(self, store: JobStore) -> None:
+        status = self.own()
+        store.set(f"status/{status.rank}", status.encode())
+
+    def find_neighbours(self, store: JobStore) -> None:
+        """Maps the pages of the ranks of this host."""
+        found = (store.get(f"host/{self._host}") or b"").decode("utf-8", "replace")
+        for line in found.splitlines():
+            number, pid, path = line.split("\t", 2)
+            rank = int(number)
+            former = self._neighbours.get(rank)
+            if rank == self.rank or (former is not None and former[0] == int(pid)) or not path:
+                continue
+            if len(self._neighbours) >= _NEIGHBOURS and former is None:
+                continue
+            try:
+                self._neighbours[rank] = int(pid), Memory(path, layout.SIZE)
+            except OSError:
+                continue  # it has ended already, or it is another container's
+            if former is not None:
+                former[1].close()
+        if len(self._neighbours) + 1 >= int(os.environ.get("LOCAL_WORLD_SIZE") or self._run.identity.world_size):
+            self._searches = _SEARCHES
+
+    # What is known.
+
+    def own(self) -> RankStatus:
+        run = self._run
+        page = reader.decode(run.status.page)
+        now = time.time_ns()
+        step = run.current
+        status = RankStatus(
+            rank=self.rank, at=now, pid=os.getpid(), step=step.number if step is not None else None, doing="",
+            since=0, where="", issued=self._issued(), latest=None, waits=self._waits(), end=self.end,
+        )  # fmt: skip
+        if page is not None:
+            doing, since = _doing(page)
+            status = status._replace(step=page.step, doing=doing, since=since)
+        if status.since and now - status.since > _STILL_NS:
+            status = status._replace(where=str(place_of(run.trainer)))
+        return status
+
+    def _issued(self) -> Mapping[str, Issued]:
+        latest = self._run.collectives.latest
+        return {group: _issued(latest.get(group)) for group in self._groups()}
+
+    def neighbours(self) -> dict[int, RankStatus]:
+        """What the pages of the other ranks of this host say, now."""
+        found: dict[int, RankStatus] = {}
+        for rank, (pid, memory) in list(self._neighbours.items()):
+            page = reader.decode(bytes(memory.view)) if memory.whole else None
+            if page is not None and page.pid == pid:
+                found[rank] = _of_page(rank, page)
+        return found
+
+    def read_all(self, store: JobStore | None, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        """The latest status of each of `ranks`, by the store and by pages: none where nothing is known of it."""
+        found: dict[int, RankStatus] = {}
+        if store is not None:
+            for rank, value in zip(ranks, store.get_many([f"status/{rank}" for rank in ranks]), strict=True):
+                if value is not None:
+                    found[rank] = RankStatus.decode(value)
+        for rank, page in self.neighbours().items():
+            if rank in ranks:
+                found[rank] = _joined(found.get(rank), page)
+        return found
+
+    def close(self) -> None:
+        neighbours = self._neighbours
+        self._begin()
+        for _, memory in neighbours.values():
+            memory.close()
+
+    def after_fork(self) -> None:
+        self._begin()
+
+
+def _issued(latest: Collective | None) -> Issued:
+    if latest is None:
+        return Issued(0, "", -1)
+    if latest.seq:
+        return Issued(latest.seq, latest.name, latest.size)
+    communicator = latest.communicator  # a transfer, which has no number: the collectives before it
+    return Issued(communicator.count - communicator.transfers, "", -1)
+
+
+def _of_page(rank: int, page: Page) -> RankStatus:
+    """What a page of this host says of its rank now."""
+    now = time.time_ns()
+    doing, since = _doing(page)
+    # Of a transfer the page has no number, and none of what went before.
+    latest = page.collective if page.collective is not None and page.collective.seq else None
+    life = Life.STOPPED if is_stopped(page.pid) else Life.RUNS
+    if is_dead(page.pid, page.started):
+        life = Life.DEAD
+    return RankStatus(
+        rank=rank, at=now, pid=page.pid, step=page.step, doing=doing, since=since, where="",
+        issued={latest.group: Issued(latest.seq, latest.name, latest.size)} if latest is not None else {},
+        latest=latest.group if latest is not None else "",
+        waits=(latest.name, latest.group, latest.seq) if latest is not None and latest.state == "waiting" else None,
+        end=_end(page),
+        life=life,
+    )  # fmt: skip
+
+
+def _joined(said: RankStatus | None, page: RankStatus) -> RankStatus:
+    """What a rank last said of itself, brought up to date by its page."""
+    if said is None:
+        return page
+    return page._replace(
+        # That it waits to be let into a group stands in no page.
+        waits=page.waits or (said.waits if said.waits is not None and said.waits[2] == 0 else None),
+        issued={**said.issued, **page.issued},
+        end=page.end or said.end,
+        where=said.where if (said.doing, said.since) == (page.doing, page.since) else "",
+    )
+
+
+def _end(page: Page) -> str:
+    return {End.NONE: "", End.FINISHED: "finished", End.EXCEPTION: page.error, End.TERMINATED: "SIGTERM"}[page.end]
+
+
+def _doing(page: Page) -> tuple[str, int]:
+    """(the innermost phase, since when in ns since the epoch)."""
+    if page.phases:
+        return page.phases[-1].name, _epoch(page, page.phases[-1].start)
+    return "", _epoch(page, page.idle_since) if page.idle_since else 0
+
+
+def _epoch(page: Page, instant: int) -> int:
+    return page.epoch + instant - page.began

@@ -1,0 +1,299 @@
+"""Who is missing, out of what the ranks say of themselves: a query over their statuses, without any store.
+
+A rank counts as missing only where that is shown. Where one rank's part is not known the whole list is not known:
+a list that lacks a name is as wrong as one with a name too many.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+from otel_dl.forensics.samples import ranges
+from otel_dl.recording.ranks import Wait
+from otel_dl.semconv import SpanName
+
+FRESH_NS: Final = 2_000_000_000
+"""So old may a status be that says what a rank does now."""
+SILENT_NS: Final = 3_000_000_000
+"""A rank that has said nothing for so long is silent: it says something once a second."""
+NAMED: Final = 8
+"""Ranks told one by one in words."""
+
+_SAME_SIZE: Final = frozenset({SpanName.ALL_REDUCE, SpanName.REDUCE, SpanName.BROADCAST, SpanName.BARRIER})
+"""Collectives to which each rank gives the same number of bytes."""
+
+
+class Reason:
+    LATE: Final = "late"
+    ELSEWHERE: Final = "elsewhere"
+    SILENT: Final = "silent"
+    DEAD: Final = "dead"
+    MISMATCH: Final = "mismatch"
+    UNKNOWN: Final = "unknown"
+
+
+class Life(Enum):
+    UNKNOWN = 0
+    """On another host."""
+    RUNS = 1
+    STOPPED = 2
+    """By a signal or a debugger."""
+    DEAD = 3
+
+
+class Issued(NamedTuple):
+    """The latest collective that a rank has issued in a group; `seq` 0: it has joined the group, and issued none."""
+
+    seq: int
+    name: str
+    size: int
+    """Bytes that it gives into it; -1: not known."""
+
+
+class RankStatus(NamedTuple):
+    """What one rank says of itself, or its status page of it."""
+
+    rank: int
+    at: int
+    """Nanoseconds since the epoch, on its host's clock: when it said so, or when its page was read."""
+    pid: int
+    step: int | None
+    doing: str
+    """The innermost open phase; "" where none is."""
+    since: int
+    """Since when (ns since the epoch); 0: not known."""
+    where: str
+    """The user's line, "train.py:41"; "" where not known."""
+    issued: Mapping[str, Issued]
+    """By group."""
+    latest: str | None
+    """The group of which `issued` is up to date: a page has the latest collective alone. None: it is of every group."""
+    waits: tuple[str, str, int] | None
+    """(span name, group, number) of what it waits in."""
+    end: str
+    """How it ended, in its own words: "finished", "SIGTERM", "ValueError"; "" where it has not, or could not say."""
+    life: Life = Life.UNKNOWN
+
+    def encode(self) -> str:
+        return json.dumps([*self[:-1], self.life.value], separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: bytes) -> RankStatus:
+        """Raises ValueError, TypeError or KeyError where it is none."""
+        rank, at, pid, step, doing, since, where, issued, latest, waits, end, life = json.loads(text)
+        return cls(
+            rank, at, pid, step, doing, since, where,
+            {group: Issued._make(last) for group, last in issued.items()}, latest,
+            tuple(waits) if waits is not None else None, end, Life(life),
+        )  # fmt: skip
+
+    def words(self, now: int) -> str:
+        """ "has been in dataloader.next at step 87 for 93 s (train.py:41)"."""
+        if self.end:
+            return f"has ended ({self.end})" if self.life is Life.DEAD else f"is ending ({self.end})"
+        said: list[str] = []
+        if self.waits is not None:
+            said.append(f"in {describe(*self.waits)}")
+        elif self.doing:
+            said.append(f"in {self.doing}")
+        elif self.step is not None:
+            said.append("between phases")
+        else:
+            said.append("outside of any step")
+        if self.step is not None:
+            said.append(f"at step {self.step}")
+        if self.since:
+            said.append(f"for {_seconds(now - self.since)}")
+        if self.where:
+            said.append(f"({self.where})")
+        verb = {Life.DEAD: "is dead; it was", Life.STOPPED: "is stopped; it has been"}.get(self.life, "has been")
+        return " ".join((verb, *said))
+
+
+class Finding(NamedTuple):
+    rank: int
+    reason: str
+    words: str
+
+
+class Verdict(NamedTuple):
+    at: int
+    """Nanoseconds since the epoch, of the clock of rank `by`, who made it."""
+    by: int
+    missing: tuple[Finding, ...] | None
+    """None: nobody can know."""
+    arrived: tuple[int, ...]
+    why: str
+    """Why nobody can know, or what is peculiar where nobody is missing."""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Where ranks issued what does not fit together under this number: what, and who."""
+
+    def encode(self) -> str:
+        return json.dumps(self, separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: bytes) -> Verdict:
+        """Raises ValueError or TypeError where it is none."""
+        at, by, missing, arrived, why, shapes = json.loads(text)
+        return cls(
+            at, by, None if missing is None else tuple(Finding._make(one) for one in missing), tuple(arrived), why,
+            tuple((what, tuple(who)) for what, who in shapes),
+        )  # fmt: skip
+
+    def seen_by(self, rank: int) -> tuple[Finding, ...] | None:
+        """Who is missing from where `rank` stands: ranks that issued something else are missing to each other."""
+        if self.missing is None or not self.shapes:
+            return self.missing
+        own = next((what for what, who in self.shapes if rank in who), self.shapes[0][0])
+        others = tuple(
+            Finding(one, Reason.MISMATCH, f"has issued {what} under this number")
+            for what, who in self.shapes
+            if what != own
+            for one in who
+        )
+        return tuple(sorted(self.missing + others))
+
+    def words(self, wait: Wait, rank: int) -> str:
+        """ "ranks 0-1,3 wait in all_reduce 431 of the default group; rank 2 …", for `rank`."""
+        missing = self.seen_by(rank)
+        told: list[str] = []
+        what = describe(wait.name, wait.group.id, wait.seq)
+        here = sorted({*self.arrived, rank} - {one.rank for one in missing or ()})
+        told.append(f"{_ranks(here)} {'waits' if len(here) == 1 else 'wait'} in {what}")
+        if missing is None:
+            told.append(f"which ranks are missing is not known: {self.why}")
+        else:
+            told += [f"rank {one.rank} {one.words}" for one in missing[:NAMED]]
+            if len(missing) > NAMED:
+                reasons = Counter(one.reason for one in missing[NAMED:])
+                told.append(
+                    f"so are {len(missing) - NAMED} more ("
+                    + ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+                    + ")"
+                )
+            if self.why:
+                told.append(self.why)
+        return "; ".join(told)
+
+
+def judge(
+    wait: Wait, by: int, statuses: Mapping[int, RankStatus], since: int, now: int, others_unknown: str = ""
+) -> Verdict:
+    """Rank `by`, which is in `wait` since `since`, looks at the `statuses` at `now` (ns since the epoch, its clock; the
+    statuses' instants are corrected to it). `others_unknown`: why those can't be known that have no status."""
+    if wait.name in (SpanName.SEND, SpanName.RECV):
+        return Verdict(now, by, None, (by,), "of a transfer between two ranks only one side is seen")
+    missing: list[Finding] = []
+    arrived: list[int] = []
+    doubtful: list[str] = []
+    own = _shape(wait.name, wait.size)
+    shapes: dict[str, list[int]] = {own: [by]}
+    for rank in wait.group.ranks:
+        status = statuses.get(rank)
+        if rank == by:
+            arrived.append(rank)
+            continue
+        if status is None:
+            if wait.seq == 0 and not others_unknown and now - since >= SILENT_NS:
+                missing.append(Finding(rank, Reason.SILENT, "has given no sign of itself yet"))
+            else:
+                doubtful.append(others_unknown or f"rank {rank} has given no sign of itself")
+            continue
+        has = _has_issued(status, wait)
+        age = now - status.at
+        known = status.life is not Life.UNKNOWN or (status.at >= since and age <= FRESH_NS)
+        issued = status.issued.get(wait.group.id)
+        there = issued is not None and issued.name and issued.seq == wait.seq
+        shape = _shape(issued.name, issued.size) if issued is not None and there else ""
+        if shape and shape != own:
+            arrived.append(rank)
+            shapes.setdefault(shape, []).append(rank)
+        elif status.life is Life.DEAD or status.end:
+            if has and status.end:
+                arrived.append(rank)  # it failed of the same, or was ended for it
+            elif has is None and status.end:
+                doubtful.append(f"whether rank {rank}, which has ended ({status.end}), had come is not known")
+            else:
+                missing.append(Finding(rank, Reason.DEAD, status.words(now)))
+        elif status.life is Life.STOPPED:
+            missing.append(Finding(rank, Reason.SILENT, status.words(now)))
+        elif not known and age > SILENT_NS:
+            words = f"has given no sign of itself for {_seconds(age)}; then it {status.words(status.at)}"
+            missing.append(Finding(rank, Reason.SILENT, words))
+        elif not known or has is None:
+            doubtful.append(f"what rank {rank} does now is not known")
+        elif not has:
+            busy = status.waits is not None or status.doing == SpanName.NEXT
+            missing.append(Finding(rank, Reason.ELSEWHERE if busy else Reason.LATE, status.words(now)))
+        else:
+            arrived.append(rank)
+            if shape:
+                shapes[shape].append(rank)
+    differing = _differing(shapes)
+    misfits = {rank for _, who in differing for rank in who}
+    if doubtful:
+        return Verdict(now, by, None, tuple(arrived), _some(doubtful))
+    why = "" if missing or differing else "no rank is missing: all have issued it, and live"
+    return Verdict(
+        now, by, tuple(missing), tuple(rank for rank in arrived if rank not in misfits or rank == by), why, differing
+    )
+
+
+def _has_issued(status: RankStatus, wait: Wait) -> bool | None:
+    """Whether this rank has come to where `wait` is; None: not known."""
+    issued = status.issued.get(wait.group.id)
+    if wait.seq == 0:
+        return issued is not None or (status.waits is not None and status.waits[0] == wait.name)
+    if issued is not None and issued.seq >= wait.seq:
+        return True
+    return False if status.latest is None or status.latest == wait.group.id else None
+
+
+def _shape(name: str, size: int) -> str:
+    operation = name.removeprefix("dist.")
+    return f"{operation} of {size} bytes" if name in _SAME_SIZE and size >= 0 else operation
+
+
+def _differing(shapes: Mapping[str, Sequence[int]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Those of `shapes` where there is more than one: the most common first."""
+    if len(shapes) < 2:
+        return ()
+    return tuple((what, tuple(who)) for what, who in sorted(shapes.items(), key=lambda item: -len(item[1])))
+
+
+def describe(name: str, group: str, seq: int) -> str:
+    """ "all_reduce 431 of group 3"."""
+    operation = name.removeprefix("dist.")
+    if name == SpanName.INIT_PROCESS_GROUP or not group:
+        return operation
+    number = f" {seq}" if seq else ""
+    return f"{operation}{number} of {'the default group' if group == '0' else f'group {group}'}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {ranges(tuple(ranks), len(ranks))}"
+
+
+def _some(words: Iterable[str]) -> str:
+    each = list(dict.fromkeys(words))
+    return ", ".join(each[:3]) + (f", and {len(each) - 3} more" if len(each) > 3 else "")
+
+
+def _seconds(nanoseconds: int) -> str:
+    seconds = max(0, nanoseconds) / 1e9
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def attributes(missing: Sequence[Finding] | None, most: int = 64) -> dict[str, Any]:
+    """`dl.missing_ranks` and what belongs to it; nothing where nobody can know."""
+    if missing is None:
+        return {}
+    return {
+        "dl.missing_ranks": [one.rank for one in missing[:most]],
+        "dl.missing_ranks.count": len(missing),
+        "dl.missing.reason": [one.reason for one in missing[:most]],
+    }

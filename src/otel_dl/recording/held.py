@@ -1,0 +1,169 @@
+"""The latest steps of this rank that it does not keep for itself: another rank may ask for one.
+
+Where ranks share a run, an undecided step's records are put here instead of being thrown away. The thread that trains
+appends, the builder's takes out what is old, the one that talks to other ranks keeps what is asked for.
+
+A step that is slow is decided by all ranks together (`ranks/peers.py`): it waits here for their answer, so that what
+caps refuse is refused everywhere, and no step is exported by one rank alone. Where no answer comes in its time, this
+rank decides alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any, Final
+
+from otel_dl.recording.records import Step
+from otel_dl.semconv import KeepReason
+
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+
+HELD_NS: Final = 5_000_000_000
+"""How long a step is held: a peer's request is a second old when it is written, and as much when it is read, if the
+machine is not busy."""
+LEAST_NS: Final = 3_000_000_000
+"""What leaves earlier for lack of room is counted."""
+_REMEMBERED: Final = 16_384
+"""Numbers of kept steps, of which nobody has to ask."""
+
+Entry = tuple[int, int, int, int, list[tuple[Any, ...]]] | Step
+"""(number, start, end, records dropped, records) of an ordinary step."""
+
+WAITS: Final = 1
+"""Answer of `keep`: it is open, to come, or just being closed."""
+KEPT: Final = 2
+"""It is kept."""
+GONE: Final = 3
+
+
+class Held:
+    """Begins with the first step that is opened in a shared run."""
+
+    def __init__(self, run: Run, most: int) -> None:
+        self._run = run
+        self._fast = run.fast
+        self._most = most
+        self._steps: deque[Entry] = deque()
+        self._kept: deque[int] = deque(maxlen=_REMEMBERED)
+        self._taken: set[int] = set()
+        """Of those in `_steps`, the ones that were kept, or refused, after all."""
+        self._lock = threading.Lock()
+        """Never taken by a thread that trains."""
+        self.early = 0
+        """Steps that left before LEAST_NS."""
+        self.refused = 0
+        """Slow steps of this rank that were not kept for that: too many of all ranks were."""
+        self.counts: Counter[str] = Counter()
+        """Steps kept late, by reason."""
+        run.keep.decide_together(self.counts)
+        fast = run.fast
+        fast.held_in = fast.held_out = fast.not_held = 0
+        fast.held_most = most
+        fast.hold = self._steps.append
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    # In the thread that trains.
+
+    def recycled(self, step: Step, end: int) -> None:
+        """`step` ends and its object becomes the next one: what `_native.c::hold` does."""
+        fast, records = self._fast, step.records
+        if fast.held_in - fast.held_out + len(records) > fast.held_most:
+            fast.not_held += 1
+            records.clear()
+            return
+        fast.held_in += len(records)
+        self._steps.append((step.number, step.start, end, step.dropped, records))
+        step.records = []
+
+    def closed(self, step: Step, reason: str) -> str:
+        """`step` is closed, and this rank would keep it for `reason`; for which it does so now."""
+        if reason and reason != KeepReason.SLOW:
+            self._kept.append(step.number)
+            if reason != KeepReason.HEAD and (reason != KeepReason.WARMUP or step.number):
+                self._run.ranks.kept(step.number, reason)
+            return reason
+        fast, weight = self._fast, _weight(step)
+        step.reason = reason
+        if not reason and fast.held_in - fast.held_out + weight > fast.held_most:
+            fast.not_held += 1
+            return ""
+        fast.held_in += weight
+        self._steps.append(step)
+        if reason:
+            self._run.ranks.kept(step.number, reason)
+        return ""
+
+    # In the thread that talks to the other ranks.
+
+    def keep(self, number: int, reason: str = KeepReason.PEER) -> int:
+        """Step `number` is kept, as others have it: WAITS (ask again), KEPT or GONE."""
+        with self._lock:
+            decided = self._run.decided
+            if number in self._taken or number in tuple(self._kept):
+                return KEPT
+            for entry in reversed(tuple(self._steps)):
+                if _number(entry) == number:
+                    self._take(entry, reason)
+                    return KEPT
+            return WAITS if number >= decided - 1 else GONE
+
+    def refuse(self, number: int) -> None:
+        """The slow step `number` of this rank is not kept for that: too many were."""
+        with self._lock:
+            for entry in tuple(self._steps):
+                if isinstance(entry, Step) and entry.number == number and entry.reason and number not in self._taken:
+                    self._refuse(entry)
+
+    # In the builder's.
+
+    def trim(self, now: int, everything: bool = False) -> None:
+        """Lets go what is old at `now` (reading of `clock`), and the oldest where little room is left."""
+        fast, steps = self._fast, self._steps
+        with self._lock:
+            while steps:
+                entry = steps[0]
+                age = now - (entry.end if isinstance(entry, Step) else entry[2])
+                if not everything and age <= HELD_NS and 4 * (fast.held_in - fast.held_out) <= 3 * self._most:
+                    return
+                steps.popleft()
+                fast.held_out += _weight(entry)
+                self.early += not everything and age < LEAST_NS
+                number = _number(entry)
+                if number in self._taken:
+                    self._taken.discard(number)
+                    self._kept.append(number)
+                elif isinstance(entry, Step) and entry.reason:
+                    self._take(entry, KeepReason.SLOW)
+                    self._taken.discard(number)
+
+    def _take(self, entry: Entry, reason: str) -> None:
+        step = entry if isinstance(entry, Step) else _step(self._run, entry)
+        step.reason = step.reason or reason  # slow for itself before slow for a peer
+        self.counts[step.reason] += 1
+        self._taken.add(step.number)
+        self._run.keep_late(step)
+
+    def _refuse(self, step: Step) -> None:
+        self.refused += 1
+        step.reason = ""
+        if step.head:
+            self._take(step, KeepReason.HEAD)
+
+
+def _number(entry: Entry) -> int:
+    return entry.number if isinstance(entry, Step) else entry[0]
+
+
+def _weight(entry: Entry) -> int:
+    return len(entry.records) + len(entry.user_spans) if isinstance(entry, Step) else len(entry[4])
+
+
+def _step(run: Run, entry: tuple[int, int, int, int, list[tuple[Any, ...]]]) -> Step:
+    number, start, end, dropped, records = entry
+    step = Step(number, start, True, frozenset(), head=False)
+    step.end, step.dropped, step.records, step.identity = end, dropped, records, run.identity
+    return step

@@ -1,0 +1,80 @@
+"""The connection to the job's store, against torch's own server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from otel_dl.ranks.store import JobStore, StoreGone
+
+
+@pytest.fixture
+def server() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+
+
+@pytest.fixture
+def store(server: Any) -> JobStore:
+    return JobStore(("127.0.0.1", server.port), "otel_dl/0/")
+
+
+def test_a_missing_key_is_none_at_once(store: JobStore) -> None:
+    assert store.get("nothing") is None
+    assert not store.has("nothing")
+
+
+def test_keys_have_the_prefix(server: Any, store: JobStore) -> None:
+    store.set("a", "1")
+    assert server.get("otel_dl/0/a") == b"1"
+
+
+def test_many_keys_of_which_some_are_missing(store: JobStore) -> None:
+    for number in (0, 3, 4, 9):
+        store.set(f"status/{number}", str(number))
+    found = store.get_many([f"status/{number}" for number in range(10)])
+    assert [number for number, value in enumerate(found) if value is not None] == [0, 3, 4, 9]
+    assert found[9] == b"9"
+
+
+def test_what_is_appended_stands_behind_what_was_there(store: JobStore) -> None:
+    store.append("log", "1;")
+    store.append("log", "2;")
+    assert store.get("log") == b"1;2;"
+
+
+def test_a_counter_begins_at_0(store: JobStore) -> None:
+    assert [store.add("elected"), store.add("elected")] == [1, 2]
+
+
+def test_waiting_for_a_key(server: Any, store: JobStore) -> None:
+    assert not store.wait("verdict", 0.05)
+    setting = threading.Timer(0.05, server.set, ("otel_dl/0/verdict", "x"))
+    setting.start()
+    assert store.wait("verdict", 10)
+    setting.join()
+
+
+def test_a_store_that_is_not_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # a port that nobody listens at
+        with pytest.raises(StoreGone, match="refused"):
+            JobStore(("127.0.0.1", taken.getsockname()[1]), "")
+
+
+def test_a_store_that_goes_away() -> None:
+    import torch.distributed as dist
+
+    server: Any = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    store = JobStore(("127.0.0.1", server.port), "")
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    del server
+    for use in (lambda: store.get("a"), lambda: store.wait("b", 0.1), lambda: store.add("c"), lambda: store.has("a")):
+        with pytest.raises(StoreGone):
+            use()

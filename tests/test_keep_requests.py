@@ -1,0 +1,201 @@
+"""A rank that keeps a step, and the others: their recorders in this process, against torch's own store."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from otel_dl.ranks.one_trace import OneTrace
+from otel_dl.ranks.peers import KeepRequests
+from otel_dl.ranks.store import JobStore
+from otel_dl.recording.failure import Failure
+from otel_dl.recording.held import HELD_NS, LEAST_NS, Held
+from otel_dl.recording.keep import CAP_PER_MINUTE, SLOW_FROM, SLOW_HISTORY, NeverHead
+from otel_dl.recording.ranks import Ranks
+from otel_dl.recording.records import Kind, Step
+from otel_dl.recording.run import Run
+from otel_dl.settings import Settings
+
+MS = 1_000_000
+
+
+class Requests(Ranks):
+    def __init__(self, to: KeepRequests) -> None:
+        self.kept = to.kept  # type: ignore[method-assign]
+
+
+class Rank:
+    """One rank whose head keeps nothing. Its steps take 1 ms, by a clock of the test's."""
+
+    def __init__(self, store: JobStore, room: int = 10_000) -> None:
+        self.store = store
+        self.now = 0
+        self.run = Run(Settings(), NeverHead())
+        self.run.identity = self.run.identity._replace(run="one", shared=True, world_size=2)
+        self.requests = KeepRequests(self.run, lambda: 90.0)
+        self.run.ranks = Requests(self.requests)
+        self.held = self.run.held = Held(self.run, room)
+        self.requests.connected(store)
+
+    def step(self, milliseconds: int = 1, fails: bool = False) -> int:
+        step = self.run.open(self.now, True, frozenset())
+        self.now += milliseconds * MS
+        step.records.append((Kind.FORWARD, step.start, self.now, None, None))
+        if fails:
+            step.error = Failure("ValueError", "")
+        self.run.close(step, self.now)
+        return step.number
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def tick(self) -> bool:
+        wrote = self.requests.write(self.store)
+        self.requests.read(self.store)
+        return wrote
+
+    @property
+    def kept(self) -> dict[int, str]:
+        """Steps by number, with the reason. (The first is kept as warm-up by each.)"""
+        return {step.number: step.reason for step in self.run.closed if isinstance(step, Step) and step.number}
+
+
+@pytest.fixture
+def server() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+
+
+@pytest.fixture
+def ranks(server: Any) -> list[Rank]:
+    return [Rank(JobStore(("127.0.0.1", server.port), "otel_dl/0/0/")) for _ in range(2)]
+
+
+def train(ranks: list[Rank], count: int) -> None:
+    for rank in ranks:
+        rank.steps(count)
+
+
+def tick(ranks: list[Rank]) -> list[bool]:
+    return [rank.tick() for rank in ranks] + [rank.tick() for rank in ranks]
+
+
+def test_a_step_that_failed_on_one_rank_is_kept_by_the_other(ranks: list[Rank]) -> None:
+    train(ranks, 10)
+    number = ranks[0].step(fails=True)
+    ranks[1].step()
+    train(ranks, 10)
+    tick(ranks)
+    assert [rank.kept for rank in ranks] == [{number: "error"}, {number: "peer"}]
+    assert len(ranks[1].run.closed[-1].records) == 1
+
+
+def test_a_slow_step_is_kept_by_both(ranks: list[Rank]) -> None:
+    train(ranks, SLOW_FROM)
+    number = ranks[0].step(100)
+    ranks[1].step()
+    assert ranks[0].kept == {}, "not before it is known that all keep it"
+    tick(ranks)
+    assert [rank.kept for rank in ranks] == [{number: "slow"}, {number: "peer"}]
+
+
+def test_a_step_that_is_slow_on_both_is_so_on_both_and_counts_once(ranks: list[Rank]) -> None:
+    train(ranks, SLOW_HISTORY)
+    numbers: list[int] = []
+    for _ in range(CAP_PER_MINUTE):
+        numbers.append(max(rank.step(100) for rank in ranks))
+        train(ranks, 50)
+    tick(ranks)
+    assert [rank.kept for rank in ranks] == [dict.fromkeys(numbers, "slow")] * 2
+
+
+def test_of_many_slow_ones_all_ranks_keep_the_same_few(ranks: list[Rank]) -> None:
+    train(ranks, SLOW_HISTORY)
+    for turn in range(2 * CAP_PER_MINUTE):
+        for number, rank in enumerate(ranks):
+            rank.step(100 if number == turn % 2 else 1)
+        train(ranks, 20)
+    tick(ranks)
+    kept = [rank.kept for rank in ranks]
+    assert len(kept[0]) == CAP_PER_MINUTE
+    assert kept[0].keys() == kept[1].keys()
+    assert sum(rank.held.refused for rank in ranks) == CAP_PER_MINUTE
+    ranks[0].held.trim(ranks[0].now, everything=True)
+    assert len(ranks[0].kept) == CAP_PER_MINUTE, "what was refused stays so"
+
+
+def test_a_step_that_is_still_to_come_is_kept_when_it_has_come(ranks: list[Rank]) -> None:
+    ahead, behind = ranks
+    ahead.steps(10)
+    number = ahead.step(fails=True)
+    behind.steps(5)
+    tick(ranks)
+    assert behind.kept == {}
+    behind.steps(10)
+    tick(ranks)
+    assert behind.kept == {number: "peer"}
+
+
+def test_one_that_is_no_longer_held_is_counted(ranks: list[Rank]) -> None:
+    ranks[1].steps(11)
+    ranks[1].now += HELD_NS + MS
+    ranks[1].held.trim(ranks[1].now)
+    ranks[0].steps(9)
+    ranks[0].step(fails=True)
+    tick(ranks)
+    tick(ranks)
+    assert ranks[1].kept == {}
+    assert ranks[1].run.dropped == {"steps that other ranks keep, and that were no longer held": 1}
+
+
+def test_steps_are_held_for_three_seconds_at_least(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    rank.steps(1_000)
+    rank.held.trim(LEAST_NS)
+    assert len(rank.held) == 999
+    assert rank.held.early == 0
+    rank.held.trim(HELD_NS + 500 * MS)
+    assert len(rank.held) == pytest.approx(500, abs=2)
+
+
+def test_within_a_bound_and_what_leaves_early_is_counted(server: Any) -> None:
+    rank = Rank(JobStore(("127.0.0.1", server.port), "otel_dl/0/0/"), room=100)
+    rank.steps(1 + 150)
+    assert len(rank.held) == 100
+    assert rank.run.fast.not_held == 50
+    rank.held.trim(rank.now)
+    assert len(rank.held) == 75
+    assert rank.held.early == 25
+    rank.steps(50)
+    assert len(rank.held) == 100
+
+
+def test_without_an_answer_a_rank_decides_alone(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    rank.steps(SLOW_FROM)
+    number = rank.step(100)
+    rank.steps(10)
+    rank.held.trim(rank.now + HELD_NS + MS)
+    assert rank.kept == {number: "slow"}
+
+
+def test_what_has_nothing_to_ask_writes_nothing(ranks: list[Rank]) -> None:
+    train(ranks, 20)
+    assert not any(tick(ranks))
+    ranks[0].step(fails=True)
+    assert tick(ranks) == [True, False, False, False]
+
+
+def test_it_leaves_the_next_tick_to_others(ranks: list[Rank]) -> None:
+    store, run = ranks[0].store, ranks[0].run
+    parts = OneTrace(run)
+    parts.connected(store)
+    wrote = []
+    for number in range(4):
+        parts.kept(number, "error")
+        wrote.append(parts.write(store))
+    assert wrote == [True, False, True, False]

@@ -1,0 +1,116 @@
+"""One rank of a job misbehaves: what the exceptions and last reports of the others say of it, by real gloo processes.
+
+The truth is what the script under test writes down (`tests/scripts/rank_ends.py`): who did what.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.rank_jobs import Case, Outcome, run
+
+BUSY = frozenset({"late", "elsewhere"})
+SILENT = frozenset({"silent"})
+DEAD = frozenset({"dead"})
+NOBODY = frozenset[str]()
+MISMATCH = frozenset({"mismatch"})
+
+QUICK = (
+    Case("killed", reasons=DEAD),
+    Case("sleeps", reasons=BUSY, limit=4),
+    Case("late"),
+    Case("never", reasons=SILENT),
+)
+ENDS = (
+    Case("never", reasons=SILENT),
+    Case("starts late"),
+    Case("sleeps", reasons=BUSY),
+    Case("late"),
+    Case("stopped before", reasons=SILENT),
+    Case("stopped inside", reasons=SILENT),
+    Case("killed", reasons=DEAD),
+    Case("crashes", reasons=DEAD),
+    Case("raises", reasons=DEAD),
+    Case("uneven", reasons=BUSY),
+    Case("mismatch", reasons=MISMATCH),
+)
+ELSEWHERE = (
+    *(Case(scenario, at, reasons=reasons)
+      for at in ("ddp", "async") for scenario, reasons in (("sleeps", BUSY), ("killed", DEAD), ("late", NOBODY))),
+    *(Case(scenario, "plain", 0, reasons=reasons)
+      for scenario, reasons in (("sleeps", BUSY), ("stopped before", SILENT), ("killed", DEAD), ("crashes", DEAD),
+                                ("raises", DEAD))),
+)  # fmt: skip
+
+
+def table(cases: list[Case], directory: Path, at_once: int = 2) -> list[Outcome]:
+    with ThreadPoolExecutor(at_once) as pool:
+        outcomes = list(pool.map(run, cases, [directory / str(number) for number in range(len(cases))]))
+    print()
+    for outcome in outcomes:
+        if not outcome.told:
+            print(f"{outcome.case}  all ranks went on: {outcome.done}")
+        for told in outcome.told:
+            print(f"{outcome.case}  rank {told.rank}: {told.by:7} {told.error_type:15} {told.missing}"
+                  f" {told.after:4.2f} s  {told.words[9:]}")  # fmt: skip
+    return outcomes
+
+
+def check(outcome: Outcome) -> None:
+    case = outcome.case
+    context = f"{case}\n{outcome.output[-6000:]}"
+    if not case.reasons:
+        assert outcome.done == list(range(case.world)), context
+        assert not outcome.told, context
+        return
+    assert len(outcome.told) == case.world - 1, context
+    for told in outcome.told:
+        assert told.by != "nothing", f"rank {told.rank} says nothing\n{context}"
+        # Never a wrong set; that it is not known stands where the store has gone with the culprit.
+        assert told.missing is not None or case.culprit == 0, f"rank {told.rank}: {told.words}\n{context}"
+    for names in outcome.claims:
+        assert set(names) == {case.who} or _by_culprit(outcome, names), f"{names}\n{context}"
+        assert names.get(case.who, "") in case.reasons or _by_culprit(outcome, names), f"{names}\n{context}"
+
+
+def _by_culprit(outcome: Outcome, names: dict[int, str]) -> bool:
+    """What does not fit together is missing to each other: the culprit names the others."""
+    return outcome.case.scenario == "mismatch" and set(names.values()) == {"mismatch"}
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_the_others_name_who_is_missing(case: Case, tmp_path: Path) -> None:
+    (outcome,) = table([case], tmp_path)
+    check(outcome)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+def test_table_of_ends(world: int, tmp_path: Path) -> None:
+    for outcome in table([case._replace(world=world) for case in ENDS], tmp_path):
+        check(outcome)
+
+
+@pytest.mark.long
+def test_table_of_places(tmp_path: Path) -> None:
+    for outcome in table(list(ELSEWHERE), tmp_path):
+        check(outcome)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("starter", ["torchrun", "spawn"])
+def test_table_of_starters(starter: str, tmp_path: Path) -> None:
+    chosen = ("sleeps", "killed", "raises", "stopped before", "late")
+    cases = [case._replace(world=3, starter=starter) for case in ENDS if case.scenario in chosen]
+    for outcome in table(cases, tmp_path):
+        check(outcome)
+
+
+@pytest.mark.long
+def test_table_of_eight_ranks(tmp_path: Path) -> None:
+    chosen = ("never", "sleeps", "killed", "stopped before")
+    cases = [case._replace(world=8, limit=20, starter="torchrun") for case in ENDS if case.scenario in chosen]
+    for outcome in table(cases, tmp_path, at_once=1):
+        check(outcome)
