@@ -227,8 +227,8 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.hook.compute_ms",
         float,
         COLLECTIVES,
-        meaning="on a bucket's first collective: how long a comm hook of the user's and its callbacks ran for it, without"
-        " waiting",
+        meaning="on a bucket's first collective: how long a comm hook of the user's and its callbacks ran for it,"
+        " without waiting",
     ),
     Attribute("dl.hook.sent_bytes", int, COLLECTIVES, meaning="on the same: what it gave into all of them"),
     Attribute("dl.group.id", str, COLLECTIVES | GROUPS, meaning="the group's name in torch; `0` is the default group"),
