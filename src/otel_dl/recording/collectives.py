@@ -60,8 +60,8 @@ class Communicator:
     """A process group, as its collectives need it. `sequence` asks torch how many it has issued, transfers included
     where the backend counts them together (gloo); it raises where the backend does not count."""
 
-    __slots__ = ("_sequence", "bucket_round", "buckets", "count", "ddp", "describe", "id", "page", "size", "transfers",
-                 "was_transfer")  # fmt: skip
+    __slots__ = ("_sequence", "bucket_round", "buckets", "complete", "count", "ddp", "describe", "id", "page",
+                 "size", "transfers", "was_transfer")  # fmt: skip
 
     def __init__(
         self, id: str, size: int, describe: Callable[[], Group], sequence: Callable[[], int], transfers: int = 0
@@ -80,6 +80,8 @@ class Communicator:
         """Whether gradient buckets of DDP go through it."""
         self.buckets = 0
         self.bucket_round = 0
+        self.complete = 0
+        """When the latest of its collectives that is known to be complete was issued."""
 
     def number(self, transfer: bool) -> int:
         """The number of the collective that is issued now, as the Flight Recorder's `collective_seq_id`; 0 of a
@@ -99,7 +101,7 @@ class Collective:
     """One collective or transfer on this rank. Instants are readings of `clock`."""
 
     __slots__ = ("asynchronous", "bucket", "bucket_index", "communicator", "end", "failure", "how", "issued", "name",
-                 "page_op", "seq", "size", "source", "start", "ticket", "variant", "waited")  # fmt: skip
+                 "page_op", "seq", "size", "source", "start", "ticket", "variant", "waited", "watched")  # fmt: skip
 
     def __init__(
         self, communicator: Communicator, name: str, page_op: int, variant: str, source: str, size: int, start: int,
@@ -125,6 +127,8 @@ class Collective:
         self.how = How.PHASE
         self.waited = 0
         """ns that Python waited for it."""
+        self.watched = not asynchronous
+        """Whether somebody will tell its end: what C++ issues and waits for (functional collectives) nobody does."""
         self.bucket_index = -1
         self.bucket: Bucket | None = None
         self.failure: Failure | None = None
@@ -140,7 +144,8 @@ class Collectives:
         self._run = run
         self.latest: dict[str, Collective] = {}
         """By id of the group: the one that was issued last. Any thread may read it, and of each `seq`, `name`, `size`,
-        `start`, `end` (0: not known to be complete); the keys stay when a group is destroyed."""
+        `start`, `end` (0: not known to be complete; where it is not `watched`, it stays so). The keys stay when a group
+        is destroyed."""
         self.outside: deque[Collective] = deque()
         """Those outside any step, until the builder takes them."""
         self.outstanding: dict[int, Collective] = {}
@@ -181,6 +186,8 @@ class Collectives:
         if not collective.end:
             collective.how = how
             collective.end = end or clock()
+            communicator = collective.communicator
+            communicator.complete = max(communicator.complete, collective.start)
             self.show(collective, COMPLETE)
 
     def show(self, collective: Collective, state: int) -> None:
@@ -191,15 +198,19 @@ class Collectives:
         )
 
     def phase_over(self) -> None:
-        """A phase that waits for all that was issued in it has ended: those that nobody waits for are complete."""
+        """A backward pass, which waits for all of DDP's buckets, has ended."""
+        now = clock()
         for collective in list(self.outstanding.values()):
-            if collective.bucket_index >= 0 and collective.bucket is None:
-                self.outstanding.pop(id(collective), None)
-                self.show(collective, COMPLETE)
+            if collective.bucket_index >= 0:
+                self.complete(collective, How.PHASE, now)
 
-    def oldest(self) -> Collective | None:
-        """The first that is not known to be complete."""
-        return next(iter(list(self.outstanding.values())), None)
+    def oldest(self, since: int = 0) -> Collective | None:
+        """The first that was issued since then and is not known to be complete; where a later one of its group is, it
+        is as well, as far as other ranks are concerned: all have issued it."""
+        for collective in list(self.outstanding.values()):
+            if collective.start >= max(since, collective.communicator.complete):
+                return collective
+        return None
 
     def fail(self, error: BaseException, collective: Collective) -> None:
         """`error` left the call that issued it, or a wait for it. Adds a note where other ranks are the cause, which
@@ -215,9 +226,10 @@ class Collectives:
             step.error = collective.failure
             step.plain = False
 
-    def fail_backward(self, error: BaseException, wait: Callable[[], Wait | None]) -> None:
-        """`error` left a backward pass; `wait` says what it waited for where no collective is known to be open."""
-        collective = self.oldest()
+    def fail_backward(self, error: BaseException, start: int, wait: Callable[[], Wait | None]) -> None:
+        """`error` left a backward pass that began at `start`; `wait` says what it waited for where no collective of it
+        is known to be open."""
+        collective = self.oldest(start)
         if collective is not None:
             if could_be_of_ranks(error, collective):
                 self.fail(error, collective)
@@ -244,7 +256,7 @@ _WORDS: Final = ("gloo", "nccl", "timed out", "timeout", "connection closed by p
 
 def is_of_backend(error: BaseException) -> bool:
     """Whether `error` looks like one of torch.distributed's: of its classes, or with a backend's words."""
-    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
+    if any(kind.__name__ == "DistError" and kind.__module__.startswith("torch") for kind in type(error).__mro__):
         return True
     if type(error) is not RuntimeError:
         return False
