@@ -553,7 +553,7 @@ def _flat(tensors: Any) -> list[Any]:
 def _install_functions(tracker: Tracker, c10d: Any) -> None:
     names = set(_OBJECTS) | _SYNCHRONOUS
     for name, function in list(vars(c10d).items()):
-        if not isinstance(function, FunctionType) or "func" not in function.__code__.co_freevars:
+        if type(function) is not FunctionType or "func" not in function.__code__.co_freevars:
             continue
         if function.__code__.co_filename != c10d._exception_logger.__code__.co_filename:
             continue  # a context manager's helper
