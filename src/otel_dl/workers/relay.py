@@ -10,8 +10,9 @@ import fcntl
 import os
 import resource
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from opentelemetry.sdk.resources import Resource
@@ -23,7 +24,7 @@ from otel_dl.log import logger
 from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.records import Fetch
 from otel_dl.workers import ring, wire
-from otel_dl.workers.ring import RingReader
+from otel_dl.workers.ring import LOST, RingReader
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -73,7 +74,7 @@ class _Pipe:
 
     __slots__ = ("buffer", "descriptor", "memory", "nonce", "resources", "ring", "spans", "worker")
 
-    def __init__(self, descriptor: Descriptor, nonce: str, worker: int, page: str, room: int) -> None:
+    def __init__(self, descriptor: Descriptor, nonce: str, worker: int, page: str, dropped: Counter[str]) -> None:
         self.descriptor = descriptor
         self.nonce = nonce
         self.worker = worker
@@ -82,7 +83,7 @@ class _Pipe:
         if page:
             with contextlib.suppress(OSError):
                 self.memory = Memory(page, layout.SIZE + ring.SIZE)
-                self.ring = RingReader(nonce, worker, room)
+                self.ring = RingReader(nonce, worker, dropped)
         self.buffer = bytearray()
         self.resources: dict[int, Resource] = {}
         self.spans: dict[tuple[int, int], list[ReadableSpan]] = {}
@@ -130,7 +131,7 @@ class Relay:
         """Those that came through a pipe; the others wait with the readers of the rings."""
         self._rings: dict[str, list[RingReader]] = {}
         """By the nonce of the iterator, also of workers that have ended."""
-        self._ended: deque[RingReader] = deque()
+        self._ended: list[RingReader] = []
         """Of these, as they ended."""
         self._expired: list[Fetch] = []
         self._outside: list[ReadableSpan] = []
@@ -157,10 +158,10 @@ class Relay:
             os.set_blocking(read, False)
             with contextlib.suppress(OSError, AttributeError):  # the user's share of pipe memory is used up
                 fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # pyright: ignore[reportAttributeAccessIssue]
-            page = pages[number] if pages else ""
-            self._pipes.append(pipe := _Pipe(Descriptor(read), nonce, number, page, FETCHES // workers))
+            pipe = _Pipe(Descriptor(read), nonce, number, pages[number] if pages else "", self.dropped)
             if pipe.ring is not None:
                 self._rings.setdefault(nonce, []).append(pipe.ring)
+            self._pipes.append(pipe)
             self._writes[write] = Descriptor(write)
             writes.append(write)
         self._starting.ends = writes
@@ -179,9 +180,14 @@ class Relay:
         """Reads what has arrived, and waits for nothing. After `final` everything sampled counts as expired."""
         with self._lock:
             self._final = self._final or final
-            for pipe in list(self._pipes):
+            pipes = list(self._pipes)
+            for pipe in pipes:
                 self._read(pipe)
                 self._read_ring(pipe)
+            for nonce in {pipe.nonce for pipe in pipes}:
+                self._let_go(self._rings.get(nonce, ()), FETCHES)
+            if len(self._pipes) < len(pipes):
+                self._forget_ended()
 
     def take(self, key: Key) -> Fetch | None:
         """The fetch of the batch (nonce, round, index): what its worker wrote before it handed the batch over."""
@@ -191,8 +197,8 @@ class Relay:
             fetch = self._waiting(key, take=True)
             if fetch is not None:
                 self._spans -= len(fetch.spans)
-            elif any(ring.gone(key[1:]) for ring in self._rings.get(key[0], ())):
-                self.dropped["fetches of workers"] += 1
+            else:
+                self.dropped["fetches not found"] += 1
             return fetch
 
     def peek(self, key: Key) -> Fetch | None:
@@ -201,14 +207,14 @@ class Relay:
             return self._waiting(key)
 
     def ready(self, key: Key, at: int) -> int:
-        """How many batches of this iterator, from (nonce, round, index) on, had been read by then (of `clock`)."""
+        """How many batches of this iterator, from (nonce, round, index) on, wait here and had been read by then, a
+        reading of `clock`."""
         nonce, round, place = key
         with self._lock:
-            self._waiting(key)
             later = range(place, place + AHEAD) if self._fetches else ()
             found = (self._fetches.get((nonce, round, index)) for index in later)
             told = sum(fetch.end <= at for fetch in found if fetch is not None)
-            return told + sum(ring.ready((round, place), AHEAD, at) for ring in self._rings.get(nonce, ()))
+            return told + sum(reader.ready((round, place), AHEAD, at) for reader in self._rings.get(nonce, ()))
 
     def _waiting(self, key: Key, take: bool = False) -> Fetch | None:
         """It is looked for once more after reading what has arrived."""
@@ -220,8 +226,8 @@ class Relay:
 
     def _look(self, key: Key, take: bool) -> Fetch | None:
         found = self._fetches.pop(key, None) if take else self._fetches.get(key)
-        rings = self._rings.get(key[0], ())
-        return found or next(filter(None, (ring.fetch(key[1:], take) for ring in rings)), None)
+        readers = self._rings.get(key[0], ())
+        return found or next(filter(None, (reader.fetch(key[1:], take) for reader in readers)), None)
 
     def expired(self) -> list[Fetch]:
         """Sampled fetches that no step took."""
@@ -229,9 +235,8 @@ class Relay:
             if self._final:
                 while self._fetches:
                     self._evict()
-                for rings in self._rings.values():
-                    for ring in rings:
-                        self._let_go(ring, 0)
+                for readers in list(self._rings.values()):
+                    self._let_go(readers, 0)
             expired, self._expired = self._expired, []
             return expired
 
@@ -275,22 +280,37 @@ class Relay:
             pipe.close()
             return
         pipe.ring.read(pipe.memory.view[layout.SIZE :])
-        self._let_go(pipe.ring, pipe.ring.room)
 
-    def _let_go(self, ring: RingReader, keep: int) -> None:
+    def _let_go(self, readers: Sequence[RingReader], most: int) -> None:
+        """Of the fetches that wait with `readers`, all of one iterator, the oldest go, and `most` stay."""
         head = self._run.keep.head
-        for fetch in ring.let_go(keep, lambda round, index: batch_sampled(head, ring.nonce, round, index)):
-            self._expire(fetch)
-        if ring.lost:
-            self.dropped["fetches of workers"] += ring.lost
-            ring.lost = 0
+        excess = sum(map(len, readers)) - most
+        share = -(-excess // max(1, len(readers)))
+        while excess > 0:
+            reader = min(filter(len, readers), key=RingReader.oldest)
+            count = min(share, excess, len(reader))
+            for fetch in reader.let_go(count, partial(batch_sampled, head, reader.nonce)):
+                self._expire(fetch)
+            excess -= count
+
+    def _forget_ended(self) -> None:
+        """Of the workers that have ended the latest stay, with FETCHES that wait."""
+        room = FETCHES
+        for reader in reversed(self._ended.copy()):
+            room -= len(reader)
+            if room < 0 or not reader:
+                self._let_go([reader], 0)
+                self._ended.remove(reader)
+                self._rings[reader.nonce].remove(reader)
+                if not self._rings[reader.nonce]:
+                    del self._rings[reader.nonce]
 
     def _expire(self, fetch: Fetch) -> None:
         """It is sampled, and no step took it."""
         if len(self._expired) < FETCHES:
             self._expired.append(fetch)
         else:
-            self.dropped["fetches of workers"] += 1
+            self.dropped[LOST] += 1
 
     def _receive(self, pipe: _Pipe, frame: wire.Frame) -> None:
         if frame.kind == wire.FETCH:
@@ -364,12 +384,6 @@ class Relay:
         pipe.close()
         if pipe.ring is not None:
             self._ended.append(pipe.ring)
-        while sum(len(ring) or 1 for ring in self._ended) > FETCHES:
-            oldest = self._ended.popleft()
-            self._let_go(oldest, 0)
-            self._rings[oldest.nonce].remove(oldest)
-            if not self._rings[oldest.nonce]:
-                del self._rings[oldest.nonce]
         for spans in pipe.spans.values():
             self._outside += spans
 

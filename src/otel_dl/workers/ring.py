@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from os import getpid
@@ -29,6 +30,9 @@ _SLOT: Final = Struct("<qqqqqq")
 _SLOT_SIZE: Final = _SLOT.size
 _NUMBER: Final = Struct("<q")
 SIZE: Final = _FIRST + SLOTS * _SLOT_SIZE
+
+LOST: Final = "fetches of workers"
+"""The reason in a count of drops."""
 
 _write_slot = _SLOT.pack_into
 _write_number = _NUMBER.pack_into
@@ -63,17 +67,14 @@ class RingReader:
     """The parent's end. What was read waits here as it lay there, for most of it nobody asks; it is sorted by round and
     index, as a worker reads in that order."""
 
-    def __init__(self, nonce: str, worker: int, room: int) -> None:
+    def __init__(self, nonce: str, worker: int, dropped: Counter[str]) -> None:
+        self.nonce = nonce
+        self._worker = worker
+        self._dropped = dropped
+        """Counts as LOST what was overwritten before it was read, or is torn."""
+        self._pid = 0
         self._read = 0
         self._waiting = bytearray()
-        self._gone = (-1, -1)
-        self._pid = 0
-        self.nonce = nonce
-        self.worker = worker
-        self.room = room
-        """Fetches that are to wait at most; those beyond are for `let_go`."""
-        self.lost = 0
-        """Fetches that were overwritten before they were read, or are torn."""
 
     def __len__(self) -> int:
         return len(self._waiting) // _SLOT_SIZE
@@ -91,9 +92,10 @@ class RingReader:
         # Where the oldest lay may be what the worker has written meanwhile, or is just writing.
         (written,) = _read_number(memory, _HEAD)
         whole = min(max(first, written - SLOTS + 1), until)
-        self._waiting += copied[_SLOT_SIZE * (whole - first) :]
-        self.lost += whole - self._read
+        if whole > self._read:
+            self._dropped[LOST] += whole - self._read
         self._read = until
+        self._waiting += copied[_SLOT_SIZE * (whole - first) :]
         (self._pid,) = _read_number(memory, _PID)
 
     def fetch(self, batch: tuple[int, int], take: bool = False) -> Fetch | None:
@@ -116,19 +118,16 @@ class RingReader:
             count += 1
         return count
 
-    def let_go(self, keep: int, sampled: Callable[[int, int], bool]) -> list[Fetch]:
-        """Drops the oldest, up to `keep`; those that are sampled."""
-        oldest = self._waiting[: _SLOT_SIZE * max(0, len(self) - keep)]
-        if not oldest:
-            return []
-        del self._waiting[: len(oldest)]
-        self._gone = _batch(oldest, len(oldest) - _SLOT_SIZE)
-        fetches = (self._whole(*block) for block in _SLOT.iter_unpack(oldest) if sampled(block[0], block[1]))
-        return [fetch for fetch in fetches if fetch is not None]
+    def oldest(self) -> tuple[int, int]:
+        """(round, index) of the first that waits, if one does."""
+        return _batch(self._waiting)
 
-    def gone(self, batch: tuple[int, int]) -> bool:
-        """Whether it was let go, if it was this worker's."""
-        return batch <= self._gone
+    def let_go(self, count: int, sampled: Callable[[int, int], bool]) -> list[Fetch]:
+        """Drops the oldest, so many of those that wait; gives the sampled ones of them."""
+        oldest = self._waiting[: _SLOT_SIZE * count]
+        fetches = [self._whole(*block) for block in _SLOT.iter_unpack(oldest) if sampled(block[0], block[1])]
+        del self._waiting[: len(oldest)]
+        return [fetch for fetch in fetches if fetch is not None]
 
     def _find(self, batch: tuple[int, int]) -> int:
         """Where in `_waiting` the first is of this (round, index) or a later one."""
@@ -138,6 +137,6 @@ class RingReader:
 
     def _whole(self, round: int, index: int, start: int, end: int, number: int, check: int) -> Fetch | None:
         if round ^ index ^ start ^ end ^ number ^ CHECK != check:
-            self.lost += 1
+            self._dropped[LOST] += 1
             return None
-        return Fetch(self.nonce, round, index, self.worker, self._pid, start, end, None, [], 0)
+        return Fetch(self.nonce, round, index, self._worker, self._pid, start, end, None, [], 0)
