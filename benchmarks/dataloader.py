@@ -1,14 +1,15 @@
 """ns that a batch costs more: without workers, with one worker, and in that worker.
 
-Each batch is made a step of its own, as an optimizer would make it, so that the end of one, the beginning of the next
-and `dataloader.next` itself are in what is added: *waits alone* is these without what is known of the worker's batch,
-and the difference is what that costs, reading what the worker reports with it. The worker tells its CPU time in what it
-reads.
+Each batch is made a step of its own, as an optimizer would make it, and none is kept. So the end of a step, the
+beginning of the next and `dataloader.next` itself are in what is added: *waits alone* is these without what is known of
+the worker's batch, and the difference is what that costs, reading what the worker reports with it. The worker tells its
+CPU time in what it reads.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import time
 
 import torch
@@ -29,6 +30,7 @@ from otel_dl.workers.relay import Relay
 
 ROUNDS = 81
 BATCHES = 1_000
+CORES = sorted(os.sched_getaffinity(0))
 
 
 class Items(Dataset[int]):
@@ -41,6 +43,12 @@ class Items(Dataset[int]):
         return time.process_time_ns()
 
 
+def pin(worker: int) -> None:
+    """Each process has a core of its own: where the scheduler puts them makes more of a difference than what is
+    measured."""
+    os.sched_setaffinity(0, {CORES[(1 + worker) % len(CORES)]})
+
+
 def same(items: list[int]) -> int:
     return items[0]
 
@@ -50,7 +58,9 @@ class Case:
 
     def __init__(self, workers: int, patched: str) -> None:
         kept = {"persistent_workers": True, "multiprocessing_context": "fork"} if workers else {}
-        self._loader = DataLoader(Items(), batch_size=1, num_workers=workers, collate_fn=same, **kept)
+        self._loader = DataLoader(
+            Items(), batch_size=1, num_workers=workers, collate_fn=same, worker_init_fn=pin, **kept
+        )
         self._patched = patched
         self._run = Run(Settings(), NeverHead())
         self._relay = Relay(self._run)
@@ -101,6 +111,7 @@ class Case:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    pin(-1)
     print(machine())
     cases = {
         "0 workers": Case(0, ""),
