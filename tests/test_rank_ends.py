@@ -60,7 +60,10 @@ def table(cases: list[Case], directory: Path, at_once: int = 2) -> list[Outcome]
 
 def check(outcome: Outcome) -> None:
     case = outcome.case
-    context = f"{case}\n{outcome.output[-6000:]}"
+    context = f"{case} {outcome.codes}\n{outcome.output[-6000:]}"
+    survivors = {code for rank, code in outcome.codes.items() if rank != case.who}
+    if case.scenario != "mismatch":
+        assert survivors <= {1 if case.reasons else 0}, context
     if not case.reasons:
         assert outcome.done == list(range(case.world)), context
         assert not outcome.told, context

@@ -17,6 +17,7 @@ or SIGSEGV: gloo, torch 2.15).
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import threading
@@ -481,7 +482,18 @@ def _install_hooks(tracker: Tracker, c10d: Any) -> None:
                 group.unregister_pre_hook(_HOOK_ID)
                 group.unregister_post_hook(_HOOK_ID)
 
-    patches.when_restored(uncover)
+    def at_exit() -> None:
+        # torch ends the groups that nobody destroyed after the interpreter, and a hook that is there then is SIGSEGV
+        # (torch 2.15: ~GroupRegistry in torch/csrc/distributed/c10d/GroupRegistry.cpp).
+        uncover(after_fault=False)
+
+    def restored(after_fault: bool) -> None:
+        if not after_fault:
+            atexit.unregister(at_exit)
+        uncover(after_fault)
+
+    atexit.register(at_exit)
+    patches.when_restored(restored)
     # Looked up in the module at each call; every group comes by, those of `split_group` too (torch 2.15,
     # torch/distributed/distributed_c10d.py).
     original = c10d._register_pg_in_world
