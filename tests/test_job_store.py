@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +80,64 @@ def test_a_store_that_goes_away() -> None:
     for use in (lambda: store.get("a"), lambda: store.wait("b", 0.1), lambda: store.add("c"), lambda: store.has("a")):
         with pytest.raises(StoreGone):
             use()
+
+
+def test_a_host_that_never_answers() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(StoreGone, match="no answer"):
+            JobStore(silent.getsockname(), "")
+
+
+def test_a_host_that_is_no_store(server: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        answering = threading.Thread(target=lambda: other.accept()[0].close())
+        answering.start()
+        with pytest.raises(StoreGone):
+            JobStore(other.getsockname(), "")
+        answering.join()
+
+
+def test_a_large_value_and_many_keys(server: Any, store: JobStore) -> None:
+    large = bytes(range(256)) * 10_000
+    store.set("large", large)
+    assert store.get("large") == large
+    keys = [f"many/{number}" for number in range(2_500)]
+    for key in keys:
+        store.set(key, key)
+    assert store.get_many(keys) == [key.encode() for key in keys]
+
+
+def test_what_torch_wrote_is_read_and_torch_reads_what_we_wrote(server: Any, store: JobStore) -> None:
+    server.set("of torch", "1")
+    assert store.get_of_torch("of torch") == b"1"
+    assert store.get_of_torch("nothing") is None
+    assert server.add("otel_dl/0/counter", 2) == store.add("counter", 0) == 2
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_both_kinds_of_server(libuv: bool) -> None:
+    import torch.distributed as dist
+
+    server: Any = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    store = JobStore(("127.0.0.1", server.port), "")
+    store.append("log", "1")
+    assert store.get("log") == b"1"
+    assert not store.wait("nothing", 0.05)
+    assert store.add("n") == 1
+
+
+def test_a_script_that_closes_what_it_does_not_know(server: Any, store: JobStore, tmp_path: Path) -> None:
+    number = store._socket.fileno()
+    os.close(number)
+    with (tmp_path / "users").open("wb") as users:
+        os.dup2(users.fileno(), number)
+        with pytest.raises(StoreGone, match="descriptor"):
+            store.set("a", "1")
+        del store
+        os.write(number, b"the user's")  # it is still open
+        os.close(number)
+    assert (tmp_path / "users").read_bytes() == b"the user's"

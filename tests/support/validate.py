@@ -240,6 +240,8 @@ def _parents(spans: list[Span], loader_in_a_thread: bool) -> Iterator[str]:
             continue
         if span.name in {SpanName.WORKER, SpanName.START_WORKERS} | semconv.GROUPS:
             continue  # a worker's life began before the step that it ended in; the run's trace has no end of its own
+        if span.name in semconv.COLLECTIVES and (parent.name == SpanName.STARTUP or span.start_ns <= parent.end_ns):
+            continue  # outside any step; or issued in a phase that did not wait for it
         older = loader_in_a_thread and span.name == SpanName.NEXT
         if span.end_ns > parent.end_ns or (span.start_ns < parent.start_ns and not older):
             yield from _named(span, [f"it is not within its parent {parent.name}"])

@@ -329,6 +329,7 @@ class Call:
             self.run.ranks.joined(group)
             self.tell(group.id, None, "", {})
         else:
+            self.run.ranks.waiting(None)
             self.tell("", None, "", {})
 
     def failed(self, error: BaseException) -> None:
@@ -341,6 +342,7 @@ class Call:
                 if explained is not None:
                     failure = failure._replace(type=explained.error_type)
                     words, attributes = explained.words, attributes | explained.attributes
+        self.run.ranks.waiting(None)
         self.tell(self.group.id if self.group is not None else "", failure, words, attributes)
 
     def tell(self, group: str, error: Failure | None, words: str, attributes: dict[str, Any]) -> None:
@@ -418,6 +420,7 @@ class New(Call):
         if default is not None and ranks:
             local = bool(self.argument("use_local_synchronization", False))
             self.group = self.expected(_next_name(self.c10d, ranks if local else ()), ranks, backend)
+            self.run.ranks.waiting(Wait(self.name, self.group, 0, self.start))
 
 
 class Split(Call):
@@ -431,6 +434,7 @@ class Split(Call):
         self.give_limit(limits, backend, rank, ranks)
         if ranks:
             self.group = self.expected(_next_name(self.c10d, places), ranks, backend)
+            self.run.ranks.waiting(Wait(self.name, self.group, 0, self.start))
 
     def _mine(self, parent: Group | None, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """This rank's part: ranks in the parent, which torch makes the name of, and global ones."""

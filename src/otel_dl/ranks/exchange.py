@@ -72,8 +72,7 @@ class Exchange:
         return self._thread is not None and self._thread.is_alive() and not self._stopped
 
     def stop(self, deadline: float) -> None:
-        """Ends the thread, by `deadline` (monotonic) at the latest: an interpreter that ends while it is inside of
-        torch would be aborted."""
+        """Ends the thread, by `deadline` (monotonic) at the latest."""
         self._stopped = True
         self._wake.set()
         thread, self._thread = self._thread, None

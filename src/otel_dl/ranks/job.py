@@ -84,7 +84,8 @@ class JobRanks(Ranks):
         self._generation = 0
         """Process groups that were destroyed: the next ones count their collectives anew."""
         self._groups: dict[str, Group] = {}
-        self._joining: Wait | None = None
+        self._making: Wait | None = None
+        """What makes a process group, and waits for the others."""
         self._reported: tuple[Wait, int] | None = None
         """What is waited in, and how many reports there were of it."""
         self._stalls = 0
@@ -98,7 +99,7 @@ class JobRanks(Ranks):
     # From the threads that train.
 
     def joining(self, wait: Wait, address: tuple[str, int] | None, rank: int, world: int) -> None:
-        self._joining = wait
+        self._making = wait
         if not self._groups:
             identity = self._run.identity
             self._statuses.rank = rank
@@ -106,9 +107,14 @@ class JobRanks(Ranks):
             self._exchange.begin(address, prefix(identity.attempt, self._generation))
 
     def joined(self, group: Group) -> None:
-        self._joining = None
+        self._making = None
+        if not self._groups:
+            self._exchange.ask(self._meet)
         self._groups[group.id] = group
         self._one_trace.joined()
+
+    def waiting(self, wait: Wait | None) -> None:
+        self._making = wait
 
     def kept(self, number: int, reason: str) -> None:
         self._one_trace.kept(number, reason)
@@ -126,8 +132,8 @@ class JobRanks(Ranks):
         explained = self.of_this_error(error)
         if explained is not None or not isinstance(error, RuntimeError):
             return explained
-        if wait is self._joining:
-            self._joining = None
+        if wait is self._making:
+            self._making = None
         former = self._failed.get(wait.group.id)
         explained = former[1] if former is not None and wait.seq > former[0] else self._find_out(error, wait)
         if explained is not None:
@@ -145,7 +151,8 @@ class JobRanks(Ranks):
             self._exchange.ask(lambda store: answer.give(self._agree(store, wait, "error", _JUDGING_S)))
             found = answer.take(ANSWER_S)
         if found is None:
-            found = self._unknown(self._exchange.trouble or "the job's store does not answer")
+            # What can be read without the store: the pages of this host.
+            found = self._search(None, wait, 0.0, self._exchange.trouble or "the job's store does not answer")
         timed_out = _timed_out(wait, waited)
         if found.missing is None:
             found = self._as_reported(wait) or found
@@ -197,10 +204,13 @@ class JobRanks(Ranks):
         answer.take(min(ANSWER_S, max(0.0, deadline - time.monotonic()) * 0.8))
         self._exchange.stop(min(deadline, time.monotonic() + LAST_S))
 
+    def _meet(self, store: JobStore | None) -> None:
+        if store is not None:
+            self._statuses.find_neighbours(store)
+
     def _farewell(self, store: JobStore | None) -> None:
         self._one_trace.stop(store)
         if store is not None:
-            store.knock()
             self._statuses.publish(store)
             self._one_trace.last(store)
 
@@ -217,7 +227,7 @@ class JobRanks(Ranks):
 
     def _wait(self) -> Wait | None:
         """What this rank waits in now, as far as can be told without asking the backend."""
-        return self._joining or pending.waiting(self._run, self._groups)
+        return self._making or pending.waiting(self._run, self._groups)
 
     def _waits(self) -> tuple[str, str, int] | None:
         wait = self._wait()
@@ -268,7 +278,6 @@ class JobRanks(Ranks):
         key = f"{wait.group.id}/{wait.name}/{wait.seq}/{kind}"
         try:
             if kind == "error":
-                store.knock()
                 self._statuses.publish(store)
             for round in range(_ROUNDS):
                 published = store.get(f"verdict/{key}/{round}")

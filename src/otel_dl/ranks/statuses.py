@@ -78,7 +78,6 @@ class Statuses:
 
     def _begin(self) -> None:
         self._host = host_id()
-        self._registered = False
         self._searches = 0
         self._neighbours: dict[int, tuple[int, Memory]] = {}
         """Rank → (pid, its page)."""
@@ -87,16 +86,11 @@ class Statuses:
     # Participant of the exchange.
 
     def connected(self, store: JobStore) -> None:
-        self._registered = False
         self._searches = 0
+        store.append(f"host/{self._host}", f"{self.rank}\t{os.getpid()}\t{self._run.status.path}\n")
 
     def write(self, store: JobStore) -> bool:
-        if not self._registered:
-            self._registered = True
-            path = self._run.status.path
-            store.append(f"host/{self._host}", f"{self.rank}\t{os.getpid()}\t{path}\n")
-        else:
-            self.publish(store)
+        self.publish(store)
         return True
 
     def read(self, store: JobStore) -> None:

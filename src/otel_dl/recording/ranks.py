@@ -70,6 +70,9 @@ class Ranks:
     def joined(self, group: Group) -> None:
         """It has returned, or a further group was made."""
 
+    def waiting(self, wait: Wait | None) -> None:
+        """A further group is being made, which takes the others; None: not any more."""
+
     def left(self) -> None:
         """`destroy_process_group` of the default group: there are no other ranks any more."""
 
