@@ -3,8 +3,11 @@ processes; what this torch's source is (hooks of groups, or calls), the table sa
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import json
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -178,7 +181,7 @@ def comm_hooks(rank: int, size: int, folder: str) -> Any:
 
     begin(rank, size, folder)
 
-    def pruned(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def pruned(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
         """Gathers the largest values of each rank."""
         values, places = bucket.buffer().abs().topk(4)
         values = bucket.buffer()[places]
@@ -219,7 +222,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
-        self.said: dict[int, Any] = {}
+        self.said: list[tuple[BaseException, Any]] = []
 
     def joining(self, *args: Any) -> None: ...
     def joined(self, *args: Any) -> None: ...
@@ -232,11 +235,12 @@ class Noted:
         self.asked.append([wait.name, wait.seq, wait.group.id, list(wait.group.ranks), wait.group.backend,
                            wait.group.limit_s, wait.size])  # fmt: skip
         error.add_note("who is missing")
-        self.said[id(error)] = Explained("GLOO_TIMEOUT", "who is missing", {"rank_id": 0, "dl.missing_ranks": [1]})
-        return self.said[id(error)]
+        explained = Explained("GLOO_TIMEOUT", "who is missing", {"rank_id": 0, "dl.missing_ranks": [1]})
+        self.said.append((error, explained))
+        return explained
 
     def of_this_error(self, error: BaseException) -> Any:
-        return self.said.get(id(error))
+        return next((explained for known, explained in self.said if known is error), None)
 
 
 def failures(rank: int, size: int, folder: str) -> Any:
@@ -297,6 +301,7 @@ def counted(rank: int, size: int, folder: str) -> Any:
     begin(rank, size, folder)
     group = c10d._get_default_group()
     seen: list[str] = []
+    atexit.register(group.unregister_pre_hook, 1)  # or torch itself may die of it at the end
     group.register_pre_hook(1, lambda args: seen.append(args.name.name))
     everything = functions(rank, size)
 
@@ -313,6 +318,18 @@ def counted(rank: int, size: int, folder: str) -> Any:
     return [plain, recorded, all_of_it()]
 
 
+def ends(rank: int, size: int, folder: str) -> Any:
+    """Nobody destroys the group, and recording is on until the end."""
+    import otel_dl
+
+    otel_dl.instrument()
+    begin(rank, size, folder)
+    train(torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01), 3, rank)
+    for function in functions(rank, size).values():
+        function[0]()
+    return True
+
+
 def restored(rank: int, size: int, folder: str) -> Any:
     begin(rank, size, folder)
     owners = (c10d, dist, c10d.ProcessGroup, c10d.Work, torch._C.Future, torch.autograd,
@@ -320,17 +337,18 @@ def restored(rank: int, size: int, folder: str) -> Any:
 
     def everything() -> list[Any]:
         found = [dict(vars(owner)) for owner in owners]
-        for function in vars(c10d).values():
-            for cell in getattr(function, "__closure__", None) or ():
-                found.append({"cell": cell.cell_contents})
-        return found
+        cells: dict[str, Any] = {}
+        for name, function in vars(c10d).items():
+            if type(function) is FunctionType and "func" in function.__code__.co_freevars:
+                cells[f"cell of {name}"] = inspect.getclosurevars(function).nonlocals["func"]
+        return [*found, cells]
 
     def is_same(one: list[Any], other: list[Any]) -> list[str]:
         return [
             name
             for a, b in zip(one, other, strict=True)
             for name in a.keys() | b.keys()
-            if a.get(name) is not b.get(name) and not name.startswith("_world")
+            if a.get(name) is not b.get(name) and name != "_group_count"
         ]
 
     before = everything()
@@ -355,10 +373,8 @@ def faulty(rank: int, size: int, folder: str) -> Any:
         with recording() as recorded:
             ones = torch.ones(4)
 
-            def fault(*args: Any) -> None:
-                raise ZeroDivisionError("ours")
-
-            recorded.run.collectives.__class__ = type("Faulty", (Collectives,), {method: fault})
+            # What is no function can't be called: a fault of ours.
+            recorded.run.collectives.__class__ = type("Faulty", (Collectives,), {method: None})
             dist.all_reduce(ones)
             dist.all_reduce(ones, async_op=True).wait()
             dist.barrier()
@@ -517,6 +533,10 @@ def test_a_comm_hook_shows_what_it_computes_and_sends_bucket_by_bucket() -> None
 def test_no_collective_is_added() -> None:
     for plain, recorded, after in job("test_collectives:counted"):
         assert plain == recorded == after
+
+
+def test_a_process_that_destroys_no_group_ends_as_ever() -> None:
+    assert job("test_collectives:ends", OTEL_TRACES_EXPORTER="none") == [True, True]
 
 
 def test_uninstrument_puts_everything_back() -> None:

@@ -17,6 +17,7 @@ or SIGSEGV: gloo, torch 2.15).
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import threading
@@ -467,14 +468,18 @@ def _install_hooks(tracker: Tracker, c10d: Any) -> None:
                 except BaseException as error:
                     patches.fault(error)
 
+        if not hooked:
+            # A group that nobody destroyed outlives the interpreter; freeing a hook of Python's then is SIGSEGV.
+            atexit.register(uncover)
         group.register_pre_hook(_HOOK_ID, before)
         group.register_post_hook(_HOOK_ID, after)
         hooked.append(weakref.ref(group))
 
-    def uncover(after_fault: bool) -> None:
+    def uncover(after_fault: bool = False) -> None:
         on.clear()
         if after_fault:  # perhaps within a hook, which holds the group's lock: they stay, and do nothing
             return
+        atexit.unregister(uncover)
         while hooked:
             group = hooked.pop()()
             if group is not None:
@@ -553,7 +558,8 @@ def _flat(tensors: Any) -> list[Any]:
 def _install_functions(tracker: Tracker, c10d: Any) -> None:
     names = set(_OBJECTS) | _SYNCHRONOUS
     for name, function in list(vars(c10d).items()):
-        if not isinstance(function, FunctionType) or "func" not in function.__code__.co_freevars:
+        # Not isinstance: `reduce_op` warns when it is asked for its class.
+        if type(function) is not FunctionType or "func" not in function.__code__.co_freevars:
             continue
         if function.__code__.co_filename != c10d._exception_logger.__code__.co_filename:
             continue  # a context manager's helper
