@@ -199,7 +199,7 @@ def comm_hooks(rank: int, size: int, folder: str) -> Any:
         return future
 
     def run(which: str) -> tuple[list[float], list[str]]:
-        # Several buckets at a time are more than PowerSGD's callbacks on gloo can do: it waits for ever, without us too.
+        # Several buckets at a time are more than PowerSGD on gloo can do: it waits for ever, without us too.
         several = 25 if which == "power" else 0.01
         model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=several)
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -329,8 +329,6 @@ def ends(rank: int, size: int, folder: str) -> Any:
     otel_dl.instrument()
     begin(rank, size, folder)
     train(torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01), 3, rank)
-    for function in functions(rank, size).values():
-        function[0]()
     return True
 
 
@@ -540,6 +538,7 @@ def test_no_collective_is_added() -> None:
         assert plain == recorded == after
 
 
+@pytest.mark.skipif(not HOOKED, reason="there are no hooks to be taken back")
 def test_a_process_that_destroys_no_group_ends_as_ever() -> None:
     assert job("test_collectives:ends", OTEL_TRACES_EXPORTER="none") == [True, True]
 
