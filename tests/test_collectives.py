@@ -255,7 +255,8 @@ def failures(rank: int, size: int, folder: str) -> Any:
     with recording() as recorded:
         recorded.run.ranks = noted = Noted()  # type: ignore[assignment]
         begin(rank, size, folder, timeout=timedelta(seconds=30))
-        groups = [dist.new_group(list(range(size)), timeout=timedelta(seconds=1)) for _ in range(3)]
+        groups = [dist.new_group(list(range(size)), timeout=timedelta(seconds=3)) for _ in range(3)]
+        dist.barrier()
         model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01, process_group=groups[2])
         train(model, 2, rank)
         if rank:
@@ -275,7 +276,7 @@ def failures(rank: int, size: int, folder: str) -> Any:
         work = dist.all_reduce(ones, group=groups[1], async_op=True)
         answer["async"] = fails(work.wait)
         answer["wrong argument"] = fails(lambda: dist.all_reduce("no tensor"))
-        answer["not supported"] = fails(lambda: dist.all_reduce(torch.ones(3, dtype=torch.bfloat16).to_sparse()))
+        answer["not supported"] = fails(lambda: dist.all_reduce(ones, op=dist.ReduceOp.BAND))
 
         def own() -> None:
             raise ValueError("the user's")
@@ -561,7 +562,7 @@ def test_a_failure_is_told_with_what_is_known_of_the_other_ranks() -> None:
         kind, notes, (asked,) = answer[which]
         assert (kind, notes) == ("RuntimeError", ["who is missing"])
         name, seq, _, ranks, backend, limit, size = asked
-        assert (name, seq, ranks, backend, limit, size) == ("dist.all_reduce", 1, [0, 1], "gloo", 1.0, 16)
+        assert (name, seq, ranks, backend, limit, size) == ("dist.all_reduce", 1, [0, 1], "gloo", 3.0, 16)
     assert answer["wrong argument"][1:] == [[], []]
     assert answer["not supported"][1:] == [[], []]
     assert answer["own error in backward"] == ["ValueError", [], []]
