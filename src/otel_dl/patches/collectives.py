@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import inspect
 import threading
 import weakref
@@ -322,7 +323,7 @@ class Tracker:
         now = 0
         for collective in issued:
             if collective.asynchronous:
-                if result is not None and len(issued) == 1 and hasattr(type(result), "get_future"):
+                if result is not None and len(issued) == 1 and hasattr(result, "get_future"):
                     self.works.know(result, collective)
                 continue
             now = now or clock()
@@ -397,14 +398,11 @@ def transfers_before(group: Any) -> int:
     Recorder (2.8+) can tell."""
     import json
 
-    import torch
-
     try:
         count: int = group._get_sequence_number_for_group()
     except RuntimeError:
         return 0
-    c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage]
-    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    dump = getattr(_native_c10d(), "_dump_fr_trace_json", None)
     if not count or dump is None:
         return 0
     try:
@@ -443,7 +441,7 @@ def install(run: Run, patches: Patches) -> None:
 
 def _install_hooks(tracker: Tracker, c10d: Any) -> None:
     patches = tracker.patches
-    names = _hook_names()
+    names = _native_c10d().HookOpName
     numbers = {int(getattr(names, name)): op for name, op in _HOOKED.items()}
     hooked: list[weakref.ref[Any]] = []
     on = [True]
@@ -504,11 +502,8 @@ def _install_hooks(tracker: Tracker, c10d: Any) -> None:
         tracker.communicator(group).ddp = True  # a DDP that is older than us may use it
 
 
-def _hook_names() -> Any:
-    import torch
-
-    c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage]
-    return c10d.HookOpName
+def _native_c10d() -> Any:
+    return importlib.import_module("torch._C._distributed_c10d")
 
 
 def _install_methods(tracker: Tracker, group_class: Any) -> None:
@@ -557,6 +552,8 @@ def _flat(tensors: Any) -> list[Any]:
 
 def _install_functions(tracker: Tracker, c10d: Any) -> None:
     names = set(_OBJECTS) | _SYNCHRONOUS
+    name: str
+    function: Any
     for name, function in list(vars(c10d).items()):
         # Not isinstance: `reduce_op` warns when it is asked for its class.
         if type(function) is not FunctionType or "func" not in function.__code__.co_freevars:
@@ -774,9 +771,7 @@ def _in_bucket(tracker: Tracker, former: Bucket | None, function: Callable[..., 
 
 def _install_then(tracker: Tracker) -> None:
     """Callbacks that a comm hook adds to a future are in its bucket."""
-    import torch
-
-    future: Any = torch._C.Future
+    future: Any = importlib.import_module("torch._C").Future
     original = future.__dict__["then"]
     thread, patches = tracker.thread, tracker.patches
 
