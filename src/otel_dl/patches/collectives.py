@@ -552,9 +552,8 @@ def _flat(tensors: Any) -> list[Any]:
 
 def _install_functions(tracker: Tracker, c10d: Any) -> None:
     names = set(_OBJECTS) | _SYNCHRONOUS
-    name: str
-    function: Any
-    for name, function in list(vars(c10d).items()):
+    public: dict[str, Any] = c10d.__dict__.copy()
+    for name, function in public.items():
         # Not isinstance: `reduce_op` warns when it is asked for its class.
         if type(function) is not FunctionType or "func" not in function.__code__.co_freevars:
             continue
