@@ -132,7 +132,6 @@ def test_both_kinds_of_server(libuv: bool) -> None:
 
 def test_a_script_that_closes_what_it_does_not_know(server: Any, store: JobStore, tmp_path: Path) -> None:
     number = store._socket.fileno()
-    os.close(number)
     with (tmp_path / "users").open("wb") as users:
         os.dup2(users.fileno(), number)
         with pytest.raises(StoreGone, match="descriptor"):

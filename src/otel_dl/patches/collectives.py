@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import inspect
 import threading
 import weakref
@@ -322,7 +323,7 @@ class Tracker:
         now = 0
         for collective in issued:
             if collective.asynchronous:
-                if result is not None and len(issued) == 1 and hasattr(type(result), "get_future"):
+                if result is not None and len(issued) == 1 and hasattr(result, "get_future"):
                     self.works.know(result, collective)
                 continue
             now = now or clock()
@@ -397,14 +398,11 @@ def transfers_before(group: Any) -> int:
     Recorder (2.8+) can tell."""
     import json
 
-    import torch
-
     try:
         count: int = group._get_sequence_number_for_group()
     except RuntimeError:
         return 0
-    c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage]
-    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    dump = getattr(_native_c10d(), "_dump_fr_trace_json", None)
     if not count or dump is None:
         return 0
     try:
@@ -443,7 +441,7 @@ def install(run: Run, patches: Patches) -> None:
 
 def _install_hooks(tracker: Tracker, c10d: Any) -> None:
     patches = tracker.patches
-    names = _hook_names()
+    names = _native_c10d().HookOpName
     numbers = {int(getattr(names, name)): op for name, op in _HOOKED.items()}
     hooked: list[weakref.ref[Any]] = []
     on = [True]
@@ -468,32 +466,25 @@ def _install_hooks(tracker: Tracker, c10d: Any) -> None:
                 except BaseException as error:
                     patches.fault(error)
 
+        if not hooked:
+            # A group that nobody destroyed outlives the interpreter; freeing a hook of Python's then is SIGSEGV.
+            atexit.register(uncover)
         group.register_pre_hook(_HOOK_ID, before)
         group.register_post_hook(_HOOK_ID, after)
         hooked.append(weakref.ref(group))
 
-    def uncover(after_fault: bool) -> None:
+    def uncover(after_fault: bool = False) -> None:
         on.clear()
         if after_fault:  # perhaps within a hook, which holds the group's lock: they stay, and do nothing
             return
+        atexit.unregister(uncover)
         while hooked:
             group = hooked.pop()()
             if group is not None:
                 group.unregister_pre_hook(_HOOK_ID)
                 group.unregister_post_hook(_HOOK_ID)
 
-    def at_exit() -> None:
-        # torch ends the groups that nobody destroyed after the interpreter, and a hook that is there then is SIGSEGV
-        # (torch 2.15: ~GroupRegistry in torch/csrc/distributed/c10d/GroupRegistry.cpp).
-        uncover(after_fault=False)
-
-    def restored(after_fault: bool) -> None:
-        if not after_fault:
-            atexit.unregister(at_exit)
-        uncover(after_fault)
-
-    atexit.register(at_exit)
-    patches.when_restored(restored)
+    patches.when_restored(uncover)
     # Looked up in the module at each call; every group comes by, those of `split_group` too (torch 2.15,
     # torch/distributed/distributed_c10d.py).
     original = c10d._register_pg_in_world
@@ -511,11 +502,8 @@ def _install_hooks(tracker: Tracker, c10d: Any) -> None:
         tracker.communicator(group).ddp = True  # a DDP that is older than us may use it
 
 
-def _hook_names() -> Any:
-    import torch
-
-    c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportPrivateUsage]
-    return c10d.HookOpName
+def _native_c10d() -> Any:
+    return importlib.import_module("torch._C._distributed_c10d")
 
 
 def _install_methods(tracker: Tracker, group_class: Any) -> None:
@@ -564,7 +552,9 @@ def _flat(tensors: Any) -> list[Any]:
 
 def _install_functions(tracker: Tracker, c10d: Any) -> None:
     names = set(_OBJECTS) | _SYNCHRONOUS
-    for name, function in list(vars(c10d).items()):
+    public: dict[str, Any] = c10d.__dict__.copy()
+    for name, function in public.items():
+        # Not isinstance: `reduce_op` warns when it is asked for its class.
         if type(function) is not FunctionType or "func" not in function.__code__.co_freevars:
             continue
         if function.__code__.co_filename != c10d._exception_logger.__code__.co_filename:
@@ -780,9 +770,7 @@ def _in_bucket(tracker: Tracker, former: Bucket | None, function: Callable[..., 
 
 def _install_then(tracker: Tracker) -> None:
     """Callbacks that a comm hook adds to a future are in its bucket."""
-    import torch
-
-    future: Any = torch._C.Future
+    future: Any = importlib.import_module("torch._C").Future
     original = future.__dict__["then"]
     thread, patches = tracker.thread, tracker.patches
 

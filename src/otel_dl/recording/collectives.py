@@ -250,8 +250,21 @@ class Collectives:
         return taken
 
 
-_WORDS: Final = ("gloo", "nccl", "timed out", "timeout", "connection closed by peer", "connection reset", "watchdog",
-                 "application timeout", "communicator", "socket")  # fmt: skip
+_WORDS: Final = (
+    "timed out",
+    "timeout",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "gloo/transport",
+    "nccl error",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "ncclinternalerror",
+    "watchdog",
+)
+"""What gloo (third_party/gloo/gloo/transport/tcp/pair.cc) and NCCL say when another rank is the cause. Not their names:
+"Backend gloo does not support alltoall" is no other rank's business."""
 
 
 def is_of_backend(error: BaseException) -> bool:
