@@ -111,8 +111,8 @@ class JobRanks(Ranks):
         self._run.issued.setdefault(group.id, (0, "", -1, 0))
         self._one_trace.joined()
 
-    def kept(self, number: int, reason: str) -> None:
-        self._one_trace.kept(number, reason)
+    def kept(self, number: int, reason: str, milliseconds: int) -> None:
+        self._one_trace.kept(number, reason, milliseconds)
 
     def left(self) -> None:
         if self._groups:

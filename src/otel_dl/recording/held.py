@@ -84,7 +84,7 @@ class Held:
         if reason and reason != KeepReason.SLOW:
             self._kept.append(step.number)
             if reason != KeepReason.HEAD and (reason != KeepReason.WARMUP or step.number):
-                self._run.ranks.kept(step.number, reason)
+                self._tell(step, reason)
             return reason
         fast, weight = self._fast, _weight(step)
         step.reason = reason
@@ -94,8 +94,11 @@ class Held:
         fast.held_in += weight
         self._steps.append(step)
         if reason:
-            self._run.ranks.kept(step.number, reason)
+            self._tell(step, reason)
         return ""
+
+    def _tell(self, step: Step, reason: str) -> None:
+        self._run.ranks.kept(step.number, reason, (step.end - step.start) // 1_000_000)
 
     # In the thread that talks to the other ranks.
 
@@ -137,7 +140,10 @@ class Held:
                     self._taken.discard(number)
                     self._kept.append(number)
                 elif isinstance(entry, Step) and entry.reason:
-                    self._take(entry, KeepReason.SLOW)
+                    if self._run.keep.has_room(entry.reason, entry.end):
+                        self._take(entry, entry.reason)
+                    else:
+                        self._refuse(entry)
                     self._taken.discard(number)
 
     def _take(self, entry: Entry, reason: str) -> None:
