@@ -110,7 +110,8 @@ _NEXT_FETCH = _on(SpanName.NEXT, SpanName.FETCH)
 _OF_A_WORKER = _NEXT_FETCH | {SpanName.WORKER}
 _OF_A_LOADER = _OF_A_WORKER | {SpanName.START_WORKERS}
 _MAKES_GROUPS = _on(SpanName.INIT_PROCESS_GROUP, SpanName.NEW_GROUP)
-_CAN_BE_STUCK = COLLECTIVES | GROUPS | {SpanName.STALL}
+_CAN_BE_STUCK = COLLECTIVES | GROUPS | PHASES | {SpanName.STALL, SpanName.STEP}
+"""Phases and the step where the exception that left them is a collective's."""
 
 ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute("dl.run.id", str, _on(_ANY_FIRST), built=True, meaning="one id for all processes of a run"),
@@ -216,10 +217,26 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         built=True,
         meaning="`hook`, `call`, `flight_recorder`: how it is known",
     ),
+    Attribute(
+        "dl.collective.end",
+        str,
+        COLLECTIVES,
+        built=True,
+        meaning="how its end is known: `wait` (the call, or the wait for it, returned; on a device its work was queued"
+        " by then), `callback` (a comm hook's callback began), `poll` (it was found complete, and may have been"
+        " earlier), `phase` (it was not seen: the end of the phase it was issued in, at the latest)",
+    ),
+    Attribute("dl.collective.wait_ms", float, COLLECTIVES, meaning="how long Python waited for it, in all"),
     Attribute("dl.collective.arrived_ns", int, COLLECTIVES, meaning="start on the device, epoch ns, where known"),
     Attribute("dl.bucket.index", int, COLLECTIVES, meaning="DDP's gradient bucket"),
-    Attribute("dl.hook.compute_ms", float, COLLECTIVES, meaning="what a comm hook of the user's computed for a bucket"),
-    Attribute("dl.hook.sent_bytes", int, COLLECTIVES, meaning="what it sent for it"),
+    Attribute(
+        "dl.hook.compute_ms",
+        float,
+        COLLECTIVES,
+        meaning="on a bucket's first collective: how long a comm hook of the user's and its callbacks ran for it,"
+        " without waiting",
+    ),
+    Attribute("dl.hook.sent_bytes", int, COLLECTIVES, meaning="on the same: what it gave into all of them"),
     Attribute("dl.group.id", str, _CAN_BE_STUCK, meaning="the group's name in torch; `0` is the default group"),
     Attribute("dl.group.size", int, _CAN_BE_STUCK, meaning="ranks in it"),
     Attribute("dl.group.ranks", str, _MAKES_GROUPS, meaning="which, as ranges: `0-7,16`"),

@@ -32,6 +32,9 @@ process's own; the phases and `STEP` by its thread that bounds steps, in a worke
     640    BATCH       block: epoch or round, index, start, samples, form, check of these and of the samples' Adler-32
     688    SAMPLES     SAMPLES_SIZE bytes. FORM_INTEGERS: the first SAMPLES_MOST indices as numbers. FORM_TEXT: text
     1712   DONE        block: round, index, end of the last fetch that was finished, fetches, busy ns, idle ns, check
+    1776   COLLECTIVE  block: state (1 issued, 2 waited for in Python, 3 complete), place in OPS, number in its group,
+                       bytes, start, check of these and of the group's Adler-32; 48 bytes, the group's id. The one that
+                       was issued, waited for or completed last, by any thread: one store.
 
 Phases nest, so a phase that ends is overwritten by (0, end, check) and one that begins by (kind, start, check) at the
 same place: one store of three numbers an event. Phases deeper than `DEPTH` are not written.
@@ -71,6 +74,7 @@ SAMPLES: Final = 688
 SAMPLES_SIZE: Final = 1024
 SAMPLES_MOST: Final = SAMPLES_SIZE // 8
 DONE: Final = 1712
+COLLECTIVE: Final = 1776
 
 HEADER_STRUCT: Final = Struct("<8sqqqqqqq32s96s64s")
 PROCESS_STRUCT: Final = Struct("<qqqq")
@@ -80,6 +84,8 @@ ERROR_STRUCT: Final = Struct("<64s")
 PHASE_STRUCT: Final = Struct("<qqq")
 BATCH_STRUCT: Final = Struct("<qqqqqq")
 DONE_STRUCT: Final = Struct("<qqqqqqq")
+COLLECTIVE_STRUCT: Final = Struct("<qqqqqq48s")
+GROUP_SIZE: Final = 48
 
 FORM_NONE: Final = 0
 """The samples are not known: the dataset is iterable, or its indices are neither numbers nor text."""
@@ -96,6 +102,24 @@ NAMES_OF_PHASES: Final[dict[int, str]] = {
     FETCH: SpanName.FETCH,
     USER_SPAN: "a span of the user's",
 }
+
+OPS: Final = (
+    "",
+    SpanName.ALL_REDUCE,
+    SpanName.ALL_GATHER,
+    SpanName.ALL_TO_ALL,
+    SpanName.BARRIER,
+    SpanName.BROADCAST,
+    SpanName.GATHER,
+    SpanName.MONITORED_BARRIER,
+    SpanName.RECV,
+    SpanName.REDUCE,
+    SpanName.REDUCE_SCATTER,
+    SpanName.SCATTER,
+    SpanName.SEND,
+)
+"""Names of collectives, by their number on a page: append only."""
+STATES: Final = ("", "issued", "waiting", "complete")
 
 assert FETCH not in set(map(int, Kind))
 

@@ -49,6 +49,18 @@ class Done(NamedTuple):
     idle: int
 
 
+class Collective(NamedTuple):
+    """The collective that was issued, waited for or completed last: `name` as its span's, `seq` its number in `group`,
+    0 of a transfer; `state` is `issued`, `waiting` (in Python) or `complete`."""
+
+    state: str
+    name: str
+    seq: int
+    size: int
+    start: int
+    group: str
+
+
 class Page(NamedTuple):
     """What a status page says. Instants are readings of `clock` (`time.perf_counter_ns`) on `host`."""
 
@@ -73,6 +85,7 @@ class Page(NamedTuple):
     """When the last phase ended, where none is open; 0: not known."""
     batch: Batch | None
     done: Done | None
+    collective: Collective | None = None
 
     @property
     def fetching(self) -> bool | None:
@@ -87,6 +100,7 @@ class Page(NamedTuple):
             *(phase.start for phase in self.phases or ()),
             self.batch.start if self.batch is not None else 0,
             self.done.end if self.done is not None else 0,
+            self.collective.start if self.collective is not None else 0,
         )
 
     def alive(self) -> bool | None:
@@ -146,6 +160,7 @@ def decode(data: bytes, path: str = "") -> Page | None:
         idle_since=_idle_since(data),
         batch=_batch(data),
         done=Done._make(done) if (done := _block(layout.DONE_STRUCT, data, layout.DONE)) is not None else None,
+        collective=_collective(data),
     )
 
 
@@ -193,6 +208,17 @@ def _batch(data: bytes) -> Batch | None:
     if form == layout.FORM_TEXT:
         return Batch(round, index, start, count, _text(samples))
     return Batch(round, index, start, count, Struct(f"<{size // 8}q").unpack(samples))
+
+
+def _collective(data: bytes) -> Collective | None:
+    *numbers, check, group = layout.COLLECTIVE_STRUCT.unpack_from(data, layout.COLLECTIVE)
+    group = group.rstrip(b"\0")
+    for number in numbers:
+        check ^= number
+    state, op, seq, size, start = numbers
+    if check ^ adler32(group) != layout.CHECK or not 0 < op < len(layout.OPS) or not 0 < state < len(layout.STATES):
+        return None
+    return Collective(layout.STATES[state], layout.OPS[op], seq, size, start, _text(group))
 
 
 def _text(data: bytes) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from otel_dl.forensics import ends
 from otel_dl.forensics.layout import End
-from otel_dl.forensics.reader import Page
+from otel_dl.forensics.reader import Collective, Page
 
 
 def lines(pages: Sequence[Page]) -> list[str]:
@@ -47,9 +47,18 @@ def _doing(page: Page) -> str:
     step = f" of step {page.step}" if page.step is not None else ""
     if page.phases is None:
         return f"doing what is unknown{step}: its status page is torn"
+    collective = _collective(page.collective)
     if page.phases:
-        return f"in {page.phases[-1].name}{step}"
-    return f"outside any phase{step}" if step else "outside any step"
+        return f"in {page.phases[-1].name}{step}{collective}"
+    return f"outside any phase{step}{collective}" if step else f"outside any step{collective}"
+
+
+def _collective(collective: Collective | None) -> str:
+    if collective is None or collective.state == "complete":
+        return ""
+    number = f" {collective.seq}" if collective.seq else ""
+    state = "waits for" if collective.state == "waiting" else "has issued"
+    return f", {state} {collective.name}{number} of group {collective.group}"
 
 
 def _when(page: Page) -> str:

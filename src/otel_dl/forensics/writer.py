@@ -23,6 +23,7 @@ _phase = layout.PHASE_STRUCT.pack_into
 _number = layout.NUMBER_STRUCT.pack_into
 _taken = layout.BATCH_STRUCT.pack_into
 _done = layout.DONE_STRUCT.pack_into
+_collective = layout.COLLECTIVE_STRUCT.pack_into
 _done_before = layout.DONE_STRUCT.unpack_from
 _ALL: Final = 100_000
 _STACK: Final = tuple(layout.PHASES + layout.PHASE_SIZE * depth for depth in range(layout.DEPTH))
@@ -92,6 +93,12 @@ class StatusPage(Status):
 
     def batch(self, epoch: int, index: int, start: int) -> None:
         self._batch(epoch, index, start, 0, layout.FORM_NONE, b"")
+
+    def collective(self, state: int, op: int, seq: int, size: int, start: int, group: bytes) -> None:
+        # One store for all of it: two threads that say something at a time leave one or the other.
+        group = group[: layout.GROUP_SIZE]
+        check = state ^ op ^ seq ^ size ^ start ^ adler32(group) ^ layout.CHECK
+        _collective(self._memory, layout.COLLECTIVE, state, op, seq, size, start, check, group)
 
     # What a worker says.
 

@@ -29,6 +29,7 @@ class Patches:
         self._saved: list[tuple[Any, str, Any, Any]] = []
         self._cells: list[tuple[CellType, Any, Any]] = []
         self._awaited: dict[str, Callable[[Any], None]] = {}
+        self._undo: list[Callable[[bool], None]] = []
 
     def __reduce__(self) -> tuple[type[Patches], tuple[str]]:
         # See Run.__reduce__: what is patched here is not patched where it is read again.
@@ -61,8 +62,15 @@ class Patches:
 
         wrapt.register_post_import_hook(imported, module)
 
-    def restore(self) -> None:
+    def when_restored(self, undo: Callable[[bool], None]) -> None:
+        """Calls `undo` at each `restore`, to take back what is no attribute; with True after a fault of ours, when it
+        may be called from within what it takes back."""
+        self._undo.append(undo)
+
+    def restore(self, after_fault: bool = False) -> None:
         self._awaited.clear()
+        for undo in self._undo:
+            undo(after_fault)
         while self._saved:
             owner, name, saved, ours = self._saved.pop()
             if owner.__dict__.get(name) is not ours:
@@ -99,7 +107,7 @@ class Patches:
         self._recover()
         if not is_ours(error):
             raise error
-        self.restore()
+        self.restore(after_fault=True)
         if not self._faulty:
             self._faulty = True
             logger.warning(

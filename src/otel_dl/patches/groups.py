@@ -6,10 +6,8 @@ changed later (`set_timeout`, torch 2.15). No answer is ever an exception.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlsplit
 
 from otel_dl.faults import from_signal_handler
 from otel_dl.recording.ranks import Group
@@ -99,44 +97,6 @@ def address_of(store: Any) -> tuple[str, int] | None:
         return str(inner.host), int(inner.port)
 
     return ask(address, None)
-
-
-class Rendezvous:
-    """How ranks will find each other, from the arguments of `init_process_group`, before it is called.
-
-    As torch/distributed/rendezvous.py reads them (2.4 to 2.15). `rank` and `world` are -1 where nobody says them.
-    """
-
-    def __init__(self, method: Any, store: Any, rank: Any, world: Any) -> None:
-        self.address: tuple[str, int] | None = None
-        self.rank = _number(rank)
-        self.world = _number(world)
-        if store is not None:
-            self.address = address_of(store)
-        else:
-            ask(lambda: self._read("env://" if method is None else str(method)), None)
-
-    def _read(self, method: str) -> None:
-        url = urlsplit(method)
-        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        environ: Mapping[str, str] = os.environ if url.scheme == "env" else {}
-        if self.rank < 0:
-            self.rank = _number(query.get("rank", environ.get("RANK")))
-        if self.world < 0:
-            self.world = _number(query.get("world_size", environ.get("WORLD_SIZE")))
-        if url.scheme == "env":
-            self.address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        elif url.scheme == "tcp" and url.hostname is not None and url.port is not None:
-            self.address = url.hostname, url.port
-
-    @property
-    def member(self) -> tuple[int, int] | None:
-        """Rank and world size; None where they are not known, or cannot be."""
-        return (self.rank, self.world) if 0 <= self.rank < self.world else None
-
-
-def _number(value: Any) -> int:
-    return ask(lambda: int(value), -1)
 
 
 def told(ranks: Any) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from otel_dl.forensics.samples import ranges
 from otel_dl.log import logger, say
 from otel_dl.patches.groups import (
-    Rendezvous,
     address_of,
     ask,
     distributed_c10d,
@@ -31,6 +30,7 @@ from otel_dl.patches.groups import (
     known_groups,
     told,
 )
+from otel_dl.patches.rendezvous import Deadline, Rendezvous
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.lane import is_failure
 from otel_dl.recording.ranks import Group, Wait
@@ -368,6 +368,7 @@ class Init(Call):
     """`init_process_group`: the run begins with it, as with a first step."""
 
     name = SpanName.INIT_PROCESS_GROUP
+    deadline: Deadline | None = None
 
     def prepare(self, limits: Limits) -> None:
         backend = self.argument("backend") or "undefined"
@@ -385,6 +386,20 @@ class Init(Call):
         self.group = self.expected(_next_name(self.c10d), tuple(range(world)), backend)
         wait = Wait(self.name, self.group, 0, self.start)
         self.run.ranks.joining(wait, there.address, rank, world)
+        if there.address is not None and self.limit.seconds is not None and self.argument("store") is None:
+            self.deadline = Deadline(there.address, self.limit.seconds)
+
+    def done(self, result: Any) -> None:
+        self._returned()
+        super().done(result)
+
+    def failed(self, error: BaseException) -> None:
+        self._returned()
+        super().failed(error)
+
+    def _returned(self) -> None:
+        if self.deadline is not None:
+            self.deadline.over()
 
 
 class New(Call):

@@ -76,7 +76,7 @@ class JobRanks(Ranks):
         self._run = run
         self._flush = flush
         self._one_trace = OneTrace(run)
-        self._statuses = Statuses(run, self._waits)
+        self._statuses = Statuses(run, self._waits, lambda: list(self._groups))
         self._exchange = Exchange([self._one_trace, self._statuses], self._look)
         self._begin()
 
@@ -108,7 +108,6 @@ class JobRanks(Ranks):
     def joined(self, group: Group) -> None:
         self._joining = None
         self._groups[group.id] = group
-        self._run.issued.setdefault(group.id, (0, "", -1, 0))
         self._one_trace.joined()
 
     def kept(self, number: int, reason: str, milliseconds: int) -> None:
@@ -118,7 +117,6 @@ class JobRanks(Ranks):
         if self._groups:
             self._generation += 1
         self._groups.clear()
-        self._run.issued.clear()
         self._failed.clear()
         self._exchange.ask(self._farewell)
         self._exchange.stop(time.monotonic() + LAST_S)

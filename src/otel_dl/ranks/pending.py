@@ -22,8 +22,8 @@ _STILL_NS: Final = 1_000_000_000
 def waiting(run: Run, groups: Mapping[str, Group]) -> Wait | None:
     """The collective whose end this rank waits for in Python; None where it waits in none, or is not seen to."""
     page = reader.decode(run.status.page)
-    latest: Any = getattr(page, "collective", None)
-    if latest is None or not latest.waiting or latest.group not in groups:
+    latest = page.collective if page is not None else None
+    if latest is None or latest.state != "waiting" or latest.group not in groups:
         return None
     return Wait(latest.name, groups[latest.group], latest.seq, latest.start, latest.size)
 
@@ -39,8 +39,8 @@ def stuck(run: Run, groups: Mapping[str, Group]) -> Wait | None:
 
 def oldest(run: Run, groups: Mapping[str, Group], page: Page) -> Wait | None:
     """The oldest collective that is not known to be complete."""
-    latest: Any = getattr(page, "collective", None)
-    if latest is None or latest.completed or latest.group not in groups:
+    latest = page.collective
+    if latest is None or latest.state == "complete" or latest.group not in groups:
         return None
     under_way = _by_flight_recorder(groups)
     if under_way is None:

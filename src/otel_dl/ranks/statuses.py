@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from otel_dl.faults import is_users
 from otel_dl.forensics import layout, reader
@@ -25,6 +25,7 @@ from otel_dl.ranks.verdict import Issued, Life, RankStatus
 
 if TYPE_CHECKING:
     from otel_dl.forensics.reader import Page
+    from otel_dl.recording.collectives import Collective
     from otel_dl.recording.run import Run
 
 _NEIGHBOURS: Final = 64
@@ -65,8 +66,11 @@ def place_of(thread: threading.Thread | None) -> Place:
 class Statuses:
     """Publishes this rank's, and reads the others'."""
 
-    def __init__(self, run: Run, waits: Callable[[], tuple[str, str, int] | None]) -> None:
-        """`waits`: (span name, group, number) of what this rank waits in now."""
+    def __init__(
+        self, run: Run, waits: Callable[[], tuple[str, str, int] | None], groups: Callable[[], Sequence[str]]
+    ) -> None:
+        """`waits`: (span name, group, number) of what this rank waits in now; `groups`: those it has joined."""
+        self._groups = groups
         self.rank = 0
         self._run = run
         self._waits = waits
@@ -143,7 +147,8 @@ class Statuses:
         return status
 
     def _issued(self) -> Mapping[str, Issued]:
-        return {group: Issued(*latest[:3]) for group, latest in list(self._run.issued.items())}
+        latest = self._run.collectives.latest
+        return {group: _issued(latest.get(group)) for group in self._groups()}
 
     def neighbours(self) -> dict[int, RankStatus]:
         """What the pages of the other ranks of this host say, now."""
@@ -176,11 +181,21 @@ class Statuses:
         self._begin()
 
 
+def _issued(latest: Collective | None) -> Issued:
+    if latest is None:
+        return Issued(0, "", -1)
+    if latest.seq:
+        return Issued(latest.seq, latest.name, latest.size)
+    communicator = latest.communicator  # a transfer, which has no number: the collectives before it
+    return Issued(communicator.count - communicator.transfers, "", -1)
+
+
 def _of_page(rank: int, page: Page) -> RankStatus:
     """What a page of this host says of its rank now."""
     now = time.time_ns()
     doing, since = _doing(page)
-    latest: Any = getattr(page, "collective", None)
+    # Of a transfer the page has no number, and none of what went before.
+    latest = page.collective if page.collective is not None and page.collective.seq else None
     life = Life.STOPPED if is_stopped(page.pid) else Life.RUNS
     if is_dead(page.pid, page.started):
         life = Life.DEAD
@@ -188,7 +203,7 @@ def _of_page(rank: int, page: Page) -> RankStatus:
         rank=rank, at=now, pid=page.pid, step=page.step, doing=doing, since=since, where="",
         issued={latest.group: Issued(latest.seq, latest.name, latest.size)} if latest is not None else {},
         latest=latest.group if latest is not None else "",
-        waits=(latest.name, latest.group, latest.seq) if latest is not None and latest.waiting else None,
+        waits=(latest.name, latest.group, latest.seq) if latest is not None and latest.state == "waiting" else None,
         end=_end(page),
         life=life,
     )  # fmt: skip

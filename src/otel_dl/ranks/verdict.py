@@ -185,6 +185,8 @@ def judge(
 ) -> Verdict:
     """Rank `by`, which is in `wait` since `since`, looks at the `statuses` at `now` (ns since the epoch, its clock; the
     statuses' instants are corrected to it). `others_unknown`: why those can't be known that have no status."""
+    if wait.name in (SpanName.SEND, SpanName.RECV):
+        return Verdict(now, by, None, (by,), "of a transfer between two ranks only one side is seen")
     missing: list[Finding] = []
     arrived: list[int] = []
     doubtful: list[str] = []
@@ -205,7 +207,8 @@ def judge(
         age = now - status.at
         known = status.life is not Life.UNKNOWN or (status.at >= since and age <= FRESH_NS)
         issued = status.issued.get(wait.group.id)
-        shape = _shape(issued.name, issued.size) if issued is not None and issued.seq == wait.seq else ""
+        there = issued is not None and issued.name and issued.seq == wait.seq
+        shape = _shape(issued.name, issued.size) if issued is not None and there else ""
         if shape and shape != own:
             arrived.append(rank)
             shapes.setdefault(shape, []).append(rank)

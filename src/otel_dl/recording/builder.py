@@ -38,6 +38,8 @@ REST: Final = 19
 
 FOR_RANK_0_NS: Final = 10_000_000_000
 """How long after the first step the run's first spans wait for rank 0's run id, where it is late."""
+OUTSIDE_NS: Final = 2_000_000_000
+"""How long a collective outside any step waits: an evaluation may take it, and it may end."""
 OF_RUN: Final = 2_000
 """Spans in the run's own trace at most."""
 
@@ -176,8 +178,26 @@ class Builder:
         if startup is not None and not self._run.keep.head.off:
             self._sink.offer(startup(self._spans))
 
-    def _leftovers(self, decided: int) -> None:
+    def _collectives(self, final: bool) -> None:
+        """Those outside any step, once it is clear that no evaluation takes them, and that they are complete or have
+        been waited for long enough."""
+        outside, before = self._run.collectives.outside, clock() - OUTSIDE_NS
+        exported = not self._run.keep.head.off
+        while outside and (final or outside[0].start < before):
+            try:
+                collective = outside.popleft()
+            except IndexError:  # evaluation took it
+                return
+            if not exported:
+                continue
+            if self._spans.of_run_so_far < OF_RUN:
+                self._sink.offer([self._spans.of_run(collective)])
+            else:
+                self._run.dropped["collectives outside steps"] += 1
+
+    def _leftovers(self, decided: int, final: bool = False) -> None:
         self._events(decided)
+        self._collectives(final)
         for fetch in self._batches.expired():
             self._sink.offer(self._spans.fetch(fetch, KeepReason.HEAD, None, None))
         outside = self._batches.outside()
@@ -204,7 +224,7 @@ class Builder:
                 if monotonic() > deadline:
                     return False
                 self._build_next()
-            self._leftovers(decided + 2 if final else decided)
+            self._leftovers(decided + 2 if final else decided, final)
             return True
         except Exception as error:
             if from_signal_handler(error):

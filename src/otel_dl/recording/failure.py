@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from otel_dl.faults import from_signal_handler
 
@@ -11,10 +11,14 @@ LONGEST: Final = 256
 
 
 class Failure(NamedTuple):
-    """The exception that left a phase: `type` for the attribute `error.type`, `message` for the span's status."""
+    """The exception that left a phase: `type` for the attribute `error.type`, `message` for the span's status.
+
+    `attributes` is what is known beyond (which ranks did not come), None where nothing is.
+    """
 
     type: str
     message: str
+    attributes: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
+from otel_dl.recording.collectives import failure_of
 from otel_dl.recording.context import SUPPRESSED, get_current
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
@@ -147,12 +148,16 @@ class Lane(LaneState):
         """It ends by an exception, which marks the step where it leaves the outermost phase."""
         end = clock()
         self._over(kind, end)
-        failure = Failure.of(error) if is_failure(error) else None
+        failure = self._failure(error) if is_failure(error) else None
         step = self.step
         if failure is not None and not self.kinds and step is not None and step.error is None:
             step.error = failure
             step.plain = False
         self._add((kind, start, end, failure, batch))
+
+    def _failure(self, error: BaseException) -> Failure:
+        """With what the other ranks' statuses say of it."""
+        return failure_of(error, self.run.ranks.of_this_error(error))
 
     def _add(self, record: tuple[Any, ...]) -> None:
         step = self.step
@@ -221,6 +226,8 @@ class Lane(LaneState):
             fresh.records[:0] = step.records
             fresh.dropped, fresh.error = step.dropped, step.error
             fresh.segment, fresh.boundary = step.segment, step.boundary
+            if step.collectives:
+                fresh.collectives, fresh.plain = step.collectives, False
             self.step = fresh
 
     def _split(self, step: Step, index: int, start: int) -> None:
@@ -236,9 +243,14 @@ class Lane(LaneState):
             del tail[:trained]
             start, end = min((record[1] for record in tail), default=clock()), step.last(step.start)
         self.former = step.optimizers
+        later = [collective for collective in step.collectives if collective.start >= start]
+        if later:
+            step.collectives = [collective for collective in step.collectives if collective.start < start]
         self.run.close(step, end)
         self.step = fresh = self.run.open(start, batch=False, former=self.former)
         fresh.records.extend(tail)
+        if later:
+            fresh.collectives, fresh.plain = later, False
         fresh.boundary = (0, start)
 
     @property
@@ -448,6 +460,20 @@ class Lane(LaneState):
         room = self._capacity - len(evaluation.records)
         evaluation.records.extend(records[:room])
         evaluation.dropped += max(0, len(records) - room)
+        self._take_collectives(evaluation, min((record[1] for record in records), default=clock()))
+
+    def _take_collectives(self, evaluation: Evaluation, start: int) -> None:
+        """Those issued since `start` were evaluation's."""
+        step = self.step
+        if step is None:
+            taken = self.run.collectives.take_since(start) if self.bounds else []
+        else:
+            taken = [collective for collective in step.collectives if collective.start >= start]
+            if taken:
+                step.collectives = [collective for collective in step.collectives if collective.start < start]
+        room = self._capacity - len(evaluation.collectives)
+        evaluation.collectives.extend(taken[:room])
+        evaluation.dropped += max(0, len(taken) - room)
 
     def _close_evaluation(self) -> None:
         evaluation, self._evaluation = self._evaluation, None
@@ -491,7 +517,7 @@ class Lane(LaneState):
         if step is not None and self.bounds:
             self._settle_segment(step)
             if error is not None and step.error is None and is_failure(error):
-                step.error = Failure.of(error)
+                step.error = self._failure(error)
             self._drop_beginning(step)
             trained = step.done or step.segment > 0
             if step.explicit or (trained and not self._explicit):
@@ -544,7 +570,7 @@ class Lane(LaneState):
         if self.step is not step:
             return
         if error is not None and step.error is None and is_failure(error):
-            step.error = Failure.of(error)
+            step.error = self._failure(error)
         self._close_step(step, clock())
 
     def begin_span(self) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ open.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
 
+    from otel_dl.recording.collectives import Collective
     from otel_dl.recording.failure import Failure
     from otel_dl.recording.identity import Identity
     from otel_dl.recording.run import StepSpan
@@ -194,6 +196,8 @@ class Step(StepState):
     boundary: tuple[int, int] | None = None
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     global_step: int | None = None
+    collectives: Sequence[Collective] = ()
+    """A list from the first one on, made by `Collectives.issue`."""
     explicit = False
     requested = False
     reason = ""
@@ -227,12 +231,13 @@ class Step(StepState):
 class Evaluation:
     """A stretch of forward passes outside training, with the batches they took."""
 
-    __slots__ = ("dropped", "error", "identity", "ordinal", "reason", "records")
+    __slots__ = ("collectives", "dropped", "error", "identity", "ordinal", "reason", "records")
 
     def __init__(self, ordinal: int, identity: Identity) -> None:
         self.ordinal = ordinal
         self.identity = identity
         self.records: list[tuple[Any, ...]] = []
+        self.collectives: list[Collective] = []
         self.dropped = 0
         self.error: Failure | None = None
         self.reason = ""

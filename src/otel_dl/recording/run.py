@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
+from otel_dl.recording.collectives import Collectives
 from otel_dl.recording.held import Held
 from otel_dl.recording.identity import Expected, Identity, SharedRun
 from otel_dl.recording.keep import Head, Keep, NeverHead
@@ -80,6 +81,7 @@ class Run:
         self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
+        self.collectives = Collectives(self)
         self.number = 0
         """Of the step that is opened next."""
         self._decided_for = -1
@@ -105,8 +107,6 @@ class Run:
         self.closed: deque[Step | Evaluation] = deque()
         self.events: deque[Event] = deque()
         """Starts and ends of workers and process groups, for the builder."""
-        self.issued: dict[str, tuple[int, str, int, int]] = {}
-        """By group, the latest collective that this rank has issued: its number, the span's name, bytes, when."""
         self.dropped: Counter[str] = Counter()
         """Records and steps that were dropped, by reason."""
         self.main: Lane | None = None
@@ -250,6 +250,8 @@ class Run:
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
+        for collective in step.collectives:
+            self.collectives.leave(collective)
         self.status.step(-1)
         self.number = step.number
         if step.span is not None and step.span.asked is not None:

@@ -16,6 +16,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from otel_dl import semconv
 from otel_dl.recording import ids
+from otel_dl.recording.collectives import Collective
+from otel_dl.recording.collectives import attributes as collective_attributes
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.ranks import Stall
 from otel_dl.recording.records import (
@@ -146,7 +148,9 @@ class SpanBuilder:
             self._span(SpanName.STEP, context, parent, step.start, step.end, attributes, step.error, links,
                        words=step.words)
         ]  # fmt: skip
-        ordinal = self._phases(context, records, warm, step.reason, spans, step.words)
+        ordinal = self._phases(
+            context, records, warm, step.reason, spans, step.words, step.collectives, max(step.end, step.start)
+        )
         for life in lives:
             ordinal += 1
             spans.append(self._life(life, context, ordinal))
@@ -160,10 +164,13 @@ class SpanBuilder:
         if not records:
             return []
         start, end = min(r.start for r in records), max(r.end for r in records)
+        collectives = evaluation.collectives
+        if collectives:
+            start, end = min(start, collectives[0].start), max(end, *(c.end for c in collectives))
         attributes = self._first(TraceKind.EVAL, evaluation.reason, evaluation.dropped)
         links = [Link(_context(*self._run.run_ids()))]
         spans = [self._span(SpanName.EVAL, context, None, start, end, attributes, evaluation.error, links)]
-        self._phases(context, records, False, evaluation.reason, spans)
+        self._phases(context, records, False, evaluation.reason, spans, "", collectives, end)
         return spans
 
     def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
@@ -202,14 +209,16 @@ class SpanBuilder:
             spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
         return spans
 
-    def of_run(self, event: Event) -> ReadableSpan:
-        """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, or what
-        makes and ends process groups."""
+    def of_run(self, event: Event | Collective) -> ReadableSpan:
+        """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, what makes
+        and ends process groups, or a collective outside any step."""
         if isinstance(event, Stall):
             return self._stall(event)
         self._be(self._run.announce())
         run = _context(*self._run.run_ids())
         self.of_run_so_far += 1
+        if isinstance(event, Collective):
+            return self._collective(event, run, self.of_run_so_far, [], event.issued)
         if isinstance(event, WorkerLife):
             return self._life(event, run, self.of_run_so_far)
         if isinstance(event, GroupChange):
@@ -275,12 +284,16 @@ class SpanBuilder:
 
     def _phases(
         self, root: SpanContext, records: list[Record], warm: bool, reason: str, spans: list[ReadableSpan],
-        words: str = "",
+        words: str = "", collectives: Sequence[Collective] = (), end: int = 0,
     ) -> int:  # fmt: skip
-        """Appends them to `spans`; the number of the last one in this trace."""
+        """Appends them to `spans`; the number of the last one in this trace, which ends at `end`."""
         around: list[tuple[Record, SpanContext]] = []
         ordinal = 0
+        issued = sorted(collectives, key=_issued_at, reverse=True)
         for record in _nested(records):
+            while issued and issued[-1].start < record.start:
+                ordinal += 1
+                spans.append(self._collective(issued.pop(), root, ordinal, around, end))
             ordinal += 1
             context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
             while around and record.end > around[-1][0].end:
@@ -329,7 +342,26 @@ class SpanBuilder:
                         record.error, (),
                     )
                 )  # fmt: skip
+        while issued:
+            ordinal += 1
+            spans.append(self._collective(issued.pop(), root, ordinal, around, end))
         return ordinal
+
+    def _collective(
+        self, collective: Collective, root: SpanContext, ordinal: int, around: list[tuple[Record, SpanContext]],
+        last: int,
+    ) -> ReadableSpan:  # fmt: skip
+        """Under the phase in which it was issued: an asynchronous one may outlive it. Where its end was not seen, it
+        is the phase's, or `last`."""
+        while around and collective.start > around[-1][0].end:
+            around.pop()
+        parent = around[-1][1] if around else root
+        end = collective.end or max(collective.start, around[-1][0].end if around else last)
+        context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+        return self._span(
+            collective.name, context, parent, collective.start, end, collective_attributes(collective),
+            collective.failure, (),
+        )  # fmt: skip
 
     def _first(self, kind: str, reason: str, dropped: int) -> Attributes:
         identity = self._identity
@@ -391,6 +423,8 @@ class SpanBuilder:
     ) -> ReadableSpan:  # fmt: skip
         if error is not None and error.type:
             attributes["error.type"] = error.type
+            if error.attributes:
+                attributes |= error.attributes
         limits, bounded = self._limits, attributes
         if limits is not None:
             # As the SDK's own spans are bounded, and what is dropped counted.
@@ -448,6 +482,10 @@ def _group_attributes(event: GroupChange) -> Attributes:
         attributes["dl.timeout_s"] = event.limit_s
         attributes["dl.timeout.source"] = event.source
     return attributes | event.attributes
+
+
+def _issued_at(collective: Collective) -> int:
+    return collective.start
 
 
 def _batch_attributes(batch: Batch) -> Attributes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class Status:
-    """No page: every call is lost. Only the thread that bounds steps writes."""
+    """No page: every call is lost. Only the thread that bounds steps writes, but for `collective`."""
 
     address = 0
     """Where the page is mapped, for writers in C; 0 where there is none. Its layout: `otel_dl.forensics.layout`."""
@@ -31,3 +31,7 @@ class Status:
 
     def batch(self, epoch: int, index: int, start: int) -> None:
         """The batch in hand: `index` in this epoch of its loader, since `start`."""
+
+    def collective(self, state: int, op: int, seq: int, size: int, start: int, group: bytes) -> None:
+        """The collective that was issued, waited for or completed last (`state` as in `recording.collectives`): `op` of
+        `layout.OPS`, number `seq` in `group`, of `size` bytes, issued at `start`. Any thread says it."""
