@@ -165,7 +165,9 @@ def _number(entry: Entry) -> int:
 
 
 def _weight(entry: Entry) -> int:
-    return len(entry.records) + len(entry.user_spans) if isinstance(entry, Step) else len(entry[4])
+    if isinstance(entry, Step):
+        return len(entry.records) + len(entry.collectives) + len(entry.user_spans)
+    return len(entry[4])
 
 
 def _step(run: Run, entry: tuple[int, int, int, int, list[tuple[Any, ...]]]) -> Step:
