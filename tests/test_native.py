@@ -407,11 +407,12 @@ def reported(in_c: bool, stateful: bool, folder: Path) -> tuple[list[Any], list[
         (2**31, [1]),
         (2**31 + 1, [True]),
     ]
+    passed_over, last = 2**31 + 2, 2**31 + 3
     answers: dict[int, Any] = {1: Wrapped(), 3: Ended()}
     messages: list[Any] = []
     for batch in batches:
         messages += [batch, Resume()] if batch[0] == 5 else [batch]
-    index_queue, data_queue = FakeQueue([*messages, (99, [1]), (100, [2]), None]), FakeQueue([])
+    index_queue, data_queue = FakeQueue([*messages, (passed_over, [1]), (last, [2]), None]), FakeQueue([])
     indices, data = IndexQueue(index_queue, worker), DataQueue(data_queue, worker)
     pages: list[Any] = []
 
@@ -438,7 +439,7 @@ def reported(in_c: bool, stateful: bool, folder: Path) -> tuple[list[Any], list[
                 pages.append(trace.get_current_span().get_span_context().trace_id)
             if index == 9:
                 context_api.attach(Context({"a user's": "value"}))
-            if index == 99:
+            if index == passed_over:
                 continue  # torch passes over what it has no use for any more
             answer = answers.get(index, "a batch")
             data.put((index, (answer, 0, {}) if stateful else answer))
@@ -448,7 +449,7 @@ def reported(in_c: bool, stateful: bool, folder: Path) -> tuple[list[Any], list[
         relay.drain(final=True)
         found = [
             fetch and fetch._replace(pid=0, start=0, end=0)
-            for fetch in (relay.take((nonce, round, index)) for round in (0, 1) for index, _ in [*batches, (100, 0)])
+            for fetch in (relay.take((nonce, round, index)) for round in (0, 1) for index, _ in [*batches, (last, 0)])
         ]
         return [*pages, [type(message) for message in data_queue.taken]], [*found, worker.fetches, dict(relay.dropped)]
     finally:

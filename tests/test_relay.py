@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from otel_dl.forensics import writer as status_pages
+from otel_dl.forensics.writer import StatusPage
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.keep import AdaptiveHead
+from otel_dl.recording.records import Fetch
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
 from otel_dl.workers import relay as relays
 from otel_dl.workers import ring, wire
 from otel_dl.workers.relay import Relay
+from otel_dl.workers.ring import RingReader, RingWriter
 from otel_dl.workers.writer import Writer
 
 RESOURCE = Resource({"service.name": "a job", "dl.worker.id": 0}, "https://schema")
@@ -269,6 +273,150 @@ def test_a_process_that_the_worker_forked_writes_nothing(relay: Relay) -> None:
         os._exit(writer.write(wire.FETCH, fetch(0)))
     assert os.waitpid(pid, 0)[1] == 0
     assert relay.take(("nonce", 0, 0)) is None
+
+
+def ringing(relay: Relay, folder: Path, nonce: str = "nonce", workers: int = 1) -> list[RingWriter]:
+    """The rings of an iterator's workers, which all run in this process."""
+    pages = [str(folder / f"{nonce}.{number}.status") for number in range(workers)]
+    for number, page in enumerate(pages):
+        status_pages.create(page, relay._run.identity, worker=number, nonce=nonce, tail=ring.SIZE)
+    relay.started(relay.open(nonce, workers, pages))  # our write ends are closed: the next `drain` finds their end
+    return [RingWriter(StatusPage(page, ring.SIZE).tail) for page in pages]
+
+
+def test_what_lies_in_the_rings_is_found_late_and_once(relay: Relay, tmp_path: Path) -> None:
+    rings = ringing(relay, tmp_path, workers=3)
+    for round in range(2):
+        for index in range(300):
+            rings[index % 3].write(round, index, index, index + 10)
+    relay.drain()
+    assert not relay._pipes  # their ends came with what they said: the memory is gone
+    assert relay.ready(("nonce", 1, 100), 125) == 16
+    assert relay.ready(("nonce", 1, 100), 1000) == relays.AHEAD
+    assert relay.ready(("nonce", 0, 290), 1000) == 10
+    for round, index in [(0, 0), (1, 299), (0, 150), (1, 100)]:
+        peeked, taken = relay.peek(("nonce", round, index)), relay.take(("nonce", round, index))
+        assert peeked == taken
+        assert taken == Fetch("nonce", round, index, index % 3, os.getpid(), index, index + 10, None, [], 0)
+        assert relay.take(("nonce", round, index)) is None
+    assert relay.take(("nonce", 0, 300)) is None
+    assert relay.take(("another", 0, 1)) is None
+    assert relay.ready(("nonce", 1, 100), 125) == 15
+    assert relay.dropped == {"fetches not found": 6}
+
+
+def test_what_is_written_over_before_it_was_read_is_counted(tmp_path: Path) -> None:
+    memory, lost = memoryview(bytearray(ring.SIZE)), Counter[str]()
+    writer, reader = RingWriter(memory), RingReader("nonce", 0, lost)
+    written = 0
+    for more in (1, 500, ring.SLOTS - 1, 7, ring.SLOTS + 100, 3):
+        for _ in range(more):
+            writer.write(0, written, written, written + 1)
+            written += 1
+        reader.read(memory)
+        assert len(reader) + lost[ring.LOST] == written
+        assert all(reader.fetch((0, written - back)) for back in range(1, min(more, ring.SLOTS - 1) + 1))
+    # The oldest of a full ring is where the worker writes next: it may be torn.
+    assert lost[ring.LOST] == 101
+    reader.read(memory)
+    assert len(reader) + lost[ring.LOST] == written
+
+
+def test_what_the_worker_writes_while_the_ring_is_copied_is_not_taken_for_what_it_was() -> None:
+    memory, lost = memoryview(bytearray(ring.SIZE)), Counter[str]()
+    writer, reader = RingWriter(memory), RingReader("nonce", 0, lost)
+    for index in range(ring.SLOTS - 1):
+        writer.write(0, index, index, index + 1)
+
+    original = ring._read_number
+    readings = 0
+
+    def read_number(*args: Any) -> Any:
+        nonlocal readings
+        readings += 1
+        if readings == 2:  # after the copy
+            for index in range(5):
+                writer.write(1, index, index, index + 1)
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "_read_number", read_number)
+        reader.read(memory)
+    assert reader.fetch((0, 4)) is None
+    assert reader.fetch((0, 5)) is not None
+    assert lost[ring.LOST] == 5
+    reader.read(memory)
+    assert reader.fetch((1, 0)) is not None
+    assert len(reader) == ring.SLOTS - 1
+
+
+def test_a_torn_fetch_is_counted_and_nobodys() -> None:
+    memory, lost = memoryview(bytearray(ring.SIZE)), Counter[str]()
+    writer, reader = RingWriter(memory), RingReader("nonce", 0, lost)
+    for index in range(3):
+        writer.write(0, index, 5, 10)
+    memory[ring._FIRST + ring._SLOT_SIZE + 16] ^= 1
+    reader.read(memory)
+    assert [reader.fetch((0, index)) is not None for index in range(3)] == [True, False, True]
+    assert lost[ring.LOST] == 1
+    assert [fetch.place for fetch in reader.let_go(3, lambda round, index: True)] == [0, 2]
+    assert lost[ring.LOST] == 2
+
+
+def test_of_those_in_the_rings_too_the_oldest_go_and_the_sampled_ones_expire(
+    relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def sampled(head: Any, nonce: str, round: int, index: int) -> bool:
+        asked.append(index)
+        return index % 5 == 0
+
+    monkeypatch.setattr(relays, "FETCHES", 20)
+    monkeypatch.setattr(relays, "batch_sampled", sampled)
+    rings = ringing(relay, tmp_path, workers=2)
+    for index in range(40):
+        rings[index % 2].write(0, index, 0, 1)
+    assert relay.take(("nonce", 0, 35)) is not None
+    assert sorted(fetch.place for fetch in relay.expired()) == [0, 5, 10, 15]
+    assert relay.take(("nonce", 0, 7)) is None
+    assert relay.dropped == {"fetches not found": 1}
+    relay.drain(final=True)
+    assert sorted(fetch.place for fetch in relay.expired()) == [20, 25, 30]
+    assert sorted(asked) == [index for index in range(40) if index != 35]
+
+
+def test_the_room_of_an_iterator_is_all_of_its_workers(
+    relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reads on when the others have come to the end of their shares."""
+    monkeypatch.setattr(relays, "FETCHES", 20)
+    monkeypatch.setattr(relays, "batch_sampled", lambda *batch: False)
+    rings = ringing(relay, tmp_path, workers=4)
+    for index in range(100):
+        rings[index % 4 if index < 10 else 2].write(0, index, 0, 1)
+    assert [relay.take(("nonce", 0, index)) is not None for index in (78, 79, 80, 99)] == [False, False, True, True]
+
+
+def test_fetches_of_workers_that_have_ended_are_bounded_together(
+    relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relays, "FETCHES", 20)
+    monkeypatch.setattr(relays, "batch_sampled", lambda head, nonce, round, index: True)
+    for epoch in range(30):
+        (writer,) = ringing(relay, tmp_path, f"epoch {epoch}")
+        for index in range(3):
+            writer.write(0, index, 0, 1)
+        for index in range(epoch % 4):
+            assert relay.take((f"epoch {epoch}", 0, index)) is not None or index == 3
+        relay.drain()
+        assert sum(map(len, relay._ended)) <= 20
+        assert len(relay._ended) <= 21
+        assert len(relay._rings) == len(relay._ended)
+    assert relay.take(("epoch 29", 0, 2)) is not None
+    relay.drain(final=True)
+    taken = sum(min(epoch % 4, 3) for epoch in range(30)) + 1
+    assert len(relay.expired()) + taken == 90 - relay.dropped["fetches of workers"]
 
 
 def test_a_page_that_somebody_has_cut_is_looked_at_no_more(relay: Relay, tmp_path: Path) -> None:

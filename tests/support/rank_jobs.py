@@ -64,6 +64,8 @@ class Outcome(NamedTuple):
     """Every `dl.missing_ranks` in spans that failed by a time-out or a lost peer."""
     spans: list[Span]
     output: str
+    codes: dict[int, int]
+    """Exit status of each rank, where each is a process that the test has started."""
 
 
 def run(case: Case, directory: Path, timeout: float = 150) -> Outcome:
@@ -103,6 +105,7 @@ def run(case: Case, directory: Path, timeout: float = 150) -> Outcome:
         [names for span in spans if "error.type" in span.attributes and (names := _missing(span)) is not None],
         spans,
         output,
+        {rank: job.returncode for rank, job in enumerate(jobs)} if case.starter == "processes" else {},
     )
 
 

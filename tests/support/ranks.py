@@ -15,7 +15,7 @@ from support.children import SOURCE, environment
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def job(call: str, ranks: int = 2, timeout: float = 300, python: str = sys.executable, **env: str) -> list[Any]:
+def job(call: str, ranks: int = 2, timeout: float = 90, python: str = sys.executable, **env: str) -> list[Any]:
     """What `call` (`module:function`) returns on each rank; the function is given (rank, size) when the group is up
     and recording is not on."""
     module, function = call.split(":")

@@ -17,6 +17,7 @@ or SIGSEGV: gloo, torch 2.15).
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import threading
@@ -481,7 +482,18 @@ def _install_hooks(tracker: Tracker, c10d: Any) -> None:
                 group.unregister_pre_hook(_HOOK_ID)
                 group.unregister_post_hook(_HOOK_ID)
 
-    patches.when_restored(uncover)
+    def at_exit() -> None:
+        # torch ends the groups that nobody destroyed after the interpreter, and a hook that is there then is SIGSEGV
+        # (torch 2.15: ~GroupRegistry in torch/csrc/distributed/c10d/GroupRegistry.cpp).
+        uncover(after_fault=False)
+
+    def restored(after_fault: bool) -> None:
+        if not after_fault:
+            atexit.unregister(at_exit)
+        uncover(after_fault)
+
+    atexit.register(at_exit)
+    patches.when_restored(restored)
     # Looked up in the module at each call; every group comes by, those of `split_group` too (torch 2.15,
     # torch/distributed/distributed_c10d.py).
     original = c10d._register_pg_in_world
@@ -553,7 +565,7 @@ def _flat(tensors: Any) -> list[Any]:
 def _install_functions(tracker: Tracker, c10d: Any) -> None:
     names = set(_OBJECTS) | _SYNCHRONOUS
     for name, function in list(vars(c10d).items()):
-        if not isinstance(function, FunctionType) or "func" not in function.__code__.co_freevars:
+        if type(function) is not FunctionType or "func" not in function.__code__.co_freevars:
             continue
         if function.__code__.co_filename != c10d._exception_logger.__code__.co_filename:
             continue  # a context manager's helper

@@ -189,6 +189,7 @@ def judge(
         return Verdict(now, by, None, (by,), "of a transfer between two ranks only one side is seen")
     missing: list[Finding] = []
     arrived: list[int] = []
+    ended: list[str] = []
     doubtful: list[str] = []
     own = _shape(wait.name, wait.size)
     shapes: dict[str, list[int]] = {own: [by]}
@@ -214,7 +215,7 @@ def judge(
             shapes.setdefault(shape, []).append(rank)
         elif status.life is Life.DEAD or status.end:
             if has and status.end:
-                arrived.append(rank)  # it failed of the same, or was ended for it
+                ended.append(f"rank {rank} had come, and has ended ({status.end})")  # of the same, or for it
             elif has is None and status.end:
                 doubtful.append(f"whether rank {rank}, which has ended ({status.end}), had come is not known")
             else:
@@ -237,7 +238,9 @@ def judge(
     misfits = {rank for _, who in differing for rank in who}
     if doubtful:
         return Verdict(now, by, None, tuple(arrived), _some(doubtful))
-    why = "" if missing or differing else "no rank is missing: all have issued it, and live"
+    why = _some(ended)
+    if not (missing or differing or ended):
+        why = "no rank is missing: all have issued it, and live"
     return Verdict(
         now, by, tuple(missing), tuple(rank for rank in arrived if rank not in misfits or rank == by), why, differing
     )

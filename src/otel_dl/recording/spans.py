@@ -319,10 +319,10 @@ class SpanBuilder:
                 attributes |= _batch_attributes(batch)
                 if batch.worker is not None:
                     key = (batch.nonce, batch.round, batch.place)
-                    depth = self._ready(key, record.start)
                     fetched = self._take(key)
                     if fetched is not None:
-                        attributes["dl.queue.depth"] = depth
+                        ahead = self._ready(key, record.start)
+                        attributes["dl.queue.depth"] = ahead + (fetched.end <= record.start)
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
                         attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
                         links = [Link(_context(*ids.batch_ids(batch.nonce, batch.round, batch.place)))]

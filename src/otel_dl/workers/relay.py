@@ -12,6 +12,7 @@ import resource
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from opentelemetry.sdk.resources import Resource
@@ -23,7 +24,7 @@ from otel_dl.log import logger
 from otel_dl.recording.keep import batch_sampled
 from otel_dl.recording.records import Fetch
 from otel_dl.workers import ring, wire
-from otel_dl.workers.ring import RingReader
+from otel_dl.workers.ring import LOST, RingReader
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 
 FETCHES: Final = 4_096
-"""Fetches that wait at most: those of steps that are not kept are never taken, and go when newer ones come."""
+"""Fetches that wait at most, of an iterator, of those that have ended, and of those that came through the pipes: what
+steps that are not kept would take goes when newer ones come."""
 SPANS: Final = 16_384
 """Spans of the user's that wait with them, or to be taken by `outside`, at most."""
 WARNINGS: Final = 16
@@ -45,8 +47,6 @@ READS: Final = 16
 """Reads of one pipe in one `drain` at most."""
 
 Key = tuple[str, int, int]
-_Plain = tuple[tuple[int, int], int, int]
-"""((worker, pid), start, end) of a fetch that is nothing else: most are never asked for."""
 
 
 SPARE: Final = 32
@@ -74,7 +74,7 @@ class _Pipe:
 
     __slots__ = ("buffer", "descriptor", "memory", "nonce", "resources", "ring", "spans", "worker")
 
-    def __init__(self, descriptor: Descriptor, nonce: str, worker: int, page: str) -> None:
+    def __init__(self, descriptor: Descriptor, nonce: str, worker: int, page: str, dropped: Counter[str]) -> None:
         self.descriptor = descriptor
         self.nonce = nonce
         self.worker = worker
@@ -83,16 +83,16 @@ class _Pipe:
         if page:
             with contextlib.suppress(OSError):
                 self.memory = Memory(page, layout.SIZE + ring.SIZE)
-                self.ring = RingReader(self.memory.view[layout.SIZE :])
+                self.ring = RingReader(nonce, worker, dropped)
         self.buffer = bytearray()
         self.resources: dict[int, Resource] = {}
         self.spans: dict[tuple[int, int], list[ReadableSpan]] = {}
 
     def close(self) -> None:
         """Nothing comes from it any more."""
-        self.ring = None
-        if self.memory is not None:
-            self.memory.close()
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
 
 
 _left_open: list[Descriptor] = []
@@ -112,13 +112,6 @@ def _close_ended() -> None:
             descriptor.close()
 
 
-def _whole(key: Key, fetch: Fetch | _Plain) -> Fetch:
-    if isinstance(fetch, Fetch):
-        return fetch
-    (worker, pid), start, end = fetch
-    return Fetch(*key, worker, pid, start, end, None, [], 0)
-
-
 class Relay:
     """`open` and `started` are called by the thread that starts workers, the rest by the one that builds spans."""
 
@@ -134,7 +127,12 @@ class Relay:
         self.dropped: Counter[str] = Counter()
         """What was lost on the way, by reason."""
         self._lock = threading.RLock()
-        self._fetches: dict[Key, Fetch | _Plain] = {}
+        self._fetches: dict[Key, Fetch] = {}
+        """Those that came through a pipe; the others wait with the readers of the rings."""
+        self._rings: dict[str, list[RingReader]] = {}
+        """By the nonce of the iterator, also of workers that have ended."""
+        self._ended: list[RingReader] = []
+        """Of these, as they ended."""
         self._expired: list[Fetch] = []
         self._outside: list[ReadableSpan] = []
         self._spans = 0
@@ -160,7 +158,10 @@ class Relay:
             os.set_blocking(read, False)
             with contextlib.suppress(OSError, AttributeError):  # the user's share of pipe memory is used up
                 fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)  # pyright: ignore[reportAttributeAccessIssue]
-            self._pipes.append(_Pipe(Descriptor(read), nonce, number, pages[number] if pages else ""))
+            pipe = _Pipe(Descriptor(read), nonce, number, pages[number] if pages else "", self.dropped)
+            if pipe.ring is not None:
+                self._rings.setdefault(nonce, []).append(pipe.ring)
+            self._pipes.append(pipe)
             self._writes[write] = Descriptor(write)
             writes.append(write)
         self._starting.ends = writes
@@ -179,41 +180,54 @@ class Relay:
         """Reads what has arrived, and waits for nothing. After `final` everything sampled counts as expired."""
         with self._lock:
             self._final = self._final or final
-            for pipe in list(self._pipes):
+            pipes = list(self._pipes)
+            for pipe in pipes:
                 self._read(pipe)
                 self._read_ring(pipe)
+            for nonce in {pipe.nonce for pipe in pipes}:
+                self._let_go(self._rings.get(nonce, ()), FETCHES)
+            if len(self._pipes) < len(pipes):
+                self._forget_ended()
 
     def take(self, key: Key) -> Fetch | None:
         """The fetch of the batch (nonce, round, index): what its worker wrote before it handed the batch over."""
         if not key[0]:
             return None
         with self._lock:
-            if key not in self._fetches:
-                self.drain()
-            fetch = self._fetches.pop(key, None)
-            if fetch is None:
-                return None
-            fetch = _whole(key, fetch)
-            self._spans -= len(fetch.spans)
+            fetch = self._waiting(key, take=True)
+            if fetch is not None:
+                self._spans -= len(fetch.spans)
+            else:
+                self.dropped["fetches not found"] += 1
             return fetch
 
     def peek(self, key: Key) -> Fetch | None:
         """The same for those who need it before its step is built; it stays."""
         with self._lock:
-            if key not in self._fetches:
-                self.drain()
-            fetch = self._fetches.get(key)
-            return _whole(key, fetch) if fetch is not None else None
+            return self._waiting(key)
 
     def ready(self, key: Key, at: int) -> int:
-        """How many batches of this iterator, from (nonce, round, index) on, had been read by then (of `clock`)."""
+        """How many batches of this iterator, from (nonce, round, index) on, wait here and had been read by then, a
+        reading of `clock`."""
         nonce, round, place = key
         with self._lock:
-            if key not in self._fetches:
-                self.drain()
-            found = (self._fetches.get((nonce, round, later)) for later in range(place, place + AHEAD))
-            ends = (fetch.end if isinstance(fetch, Fetch) else fetch[2] for fetch in found if fetch is not None)
-            return sum(end <= at for end in ends)
+            later = range(place, place + AHEAD) if self._fetches else ()
+            found = (self._fetches.get((nonce, round, index)) for index in later)
+            told = sum(fetch.end <= at for fetch in found if fetch is not None)
+            return told + sum(reader.ready((round, place), AHEAD, at) for reader in self._rings.get(nonce, ()))
+
+    def _waiting(self, key: Key, take: bool = False) -> Fetch | None:
+        """It is looked for once more after reading what has arrived."""
+        found = self._look(key, take)
+        if found is None:
+            self.drain()
+            found = self._look(key, take)
+        return found
+
+    def _look(self, key: Key, take: bool) -> Fetch | None:
+        found = self._fetches.pop(key, None) if take else self._fetches.get(key)
+        readers = self._rings.get(key[0], ())
+        return found or next(filter(None, (reader.fetch(key[1:], take) for reader in readers)), None)
 
     def expired(self) -> list[Fetch]:
         """Sampled fetches that no step took."""
@@ -221,6 +235,8 @@ class Relay:
             if self._final:
                 while self._fetches:
                     self._evict()
+                for readers in list(self._rings.values()):
+                    self._let_go(readers, 0)
             expired, self._expired = self._expired, []
             return expired
 
@@ -257,21 +273,44 @@ class Relay:
                     logger.debug("otel-dl: a worker's message was not understood", exc_info=True)
 
     def _read_ring(self, pipe: _Pipe) -> None:
-        reader = pipe.ring
-        if reader is None or pipe.memory is None:
+        if pipe.ring is None or pipe.memory is None:
             return
         if not pipe.memory.whole:
             self.dropped["status pages of workers, cut by others"] += 1
             pipe.close()
             return
-        nonce, worker, fetches = pipe.nonce, (pipe.worker, reader.pid), self._fetches
-        for round, index, start, end in reader.read():
-            fetches[nonce, round, index] = worker, start, end
-        while len(fetches) > FETCHES:
-            self._evict()
-        if reader.lost:
-            self.dropped["fetches of workers"] += reader.lost
-            reader.lost = 0
+        pipe.ring.read(pipe.memory.view[layout.SIZE :])
+
+    def _let_go(self, readers: Sequence[RingReader], most: int) -> None:
+        """Of the fetches that wait with `readers`, all of one iterator, the oldest go, and `most` stay."""
+        head = self._run.keep.head
+        excess = sum(map(len, readers)) - most
+        share = -(-excess // max(1, len(readers)))
+        while excess > 0:
+            reader = min(filter(len, readers), key=RingReader.oldest)
+            count = min(share, excess, len(reader))
+            for fetch in reader.let_go(count, partial(batch_sampled, head, reader.nonce)):
+                self._expire(fetch)
+            excess -= count
+
+    def _forget_ended(self) -> None:
+        """Of the workers that have ended the latest stay, with FETCHES that wait."""
+        room = FETCHES
+        for reader in reversed(self._ended.copy()):
+            room -= len(reader)
+            if room < 0 or not reader:
+                self._let_go([reader], 0)
+                self._ended.remove(reader)
+                self._rings[reader.nonce].remove(reader)
+                if not self._rings[reader.nonce]:
+                    del self._rings[reader.nonce]
+
+    def _expire(self, fetch: Fetch) -> None:
+        """It is sampled, and no step took it."""
+        if len(self._expired) < FETCHES:
+            self._expired.append(fetch)
+        else:
+            self.dropped[LOST] += 1
 
     def _receive(self, pipe: _Pipe, frame: wire.Frame) -> None:
         if frame.kind == wire.FETCH:
@@ -329,15 +368,11 @@ class Relay:
         # Asked only here: with a step it goes where the step goes.
         sampled = batch_sampled(self._run.keep.head, *key)
         fetch = self._fetches.pop(key)
-        if isinstance(fetch, Fetch):
-            self._spans -= len(fetch.spans)
-            if not sampled and fetch.spans and full:
-                self.dropped["spans of workers"] += len(fetch.spans)
+        self._spans -= len(fetch.spans)
         if sampled:
-            if len(self._expired) < FETCHES:
-                self._expired.append(_whole(key, fetch))
-            else:
-                self.dropped["fetches of workers"] += 1
+            self._expire(fetch)
+        elif fetch.spans and full:
+            self.dropped["spans of workers"] += len(fetch.spans)
 
     def _close(self, pipe: _Pipe) -> None:
         """The worker has ended: spans of a fetch that it did not finish belong to none."""
@@ -347,6 +382,8 @@ class Relay:
         pipe.descriptor.close()
         self._read_ring(pipe)
         pipe.close()
+        if pipe.ring is not None:
+            self._ended.append(pipe.ring)
         for spans in pipe.spans.values():
             self._outside += spans
 
