@@ -26,6 +26,10 @@ LOG_BYTES: Final = 65_536
 """Of a minute's log at most: what comes later is counted and dropped."""
 WAITING: Final = 4_096
 """Requests of this rank that wait to be written at most; the oldest go first."""
+_CLOCKS_S: Final = 10
+"""A log is read so long before and after its minute: ranks write by clocks of their own, once a second."""
+_BEHIND: Final = 5
+"""Minutes that a process reads at most when it has not for a while."""
 _PROPOSED: Final = "s"
 _WANTED: Final = "e"
 _GONE_AFTER: Final = 2
@@ -72,6 +76,8 @@ class KeepRequests:
         self._seen: dict[int, None] = {}
         """Steps that are kept everywhere."""
         self._prefix = ""
+        self._read_until = 0
+        """The last minute whose log was looked at."""
 
     def kept(self, number: int, reason: str, milliseconds: int = 0) -> None:
         """This rank keeps step `number`, or proposes it."""
@@ -115,13 +121,17 @@ class KeepRequests:
     def read(self, store: JobStore) -> None:
         if self._run.held is None:
             return
-        minute = self._minute()
-        minutes = range(minute - 1, minute + 2)  # clocks differ
-        for one, log in zip(minutes, store.get_many([_key(one) for one in minutes]), strict=True):
+        now = self._now()
+        first, last = int(now - _CLOCKS_S) // 60, int(now + _CLOCKS_S) // 60
+        if self._read_until:  # this process may have been stopped
+            first = max(first - _BEHIND, min(first, self._read_until))
+        self._read_until = last
+        minutes = range(first, last + 1)
+        for minute, log in zip(minutes, store.get_many([_key(minute) for minute in minutes]), strict=True):
             if log is not None:
-                self._take(one, log)
+                self._take(minute, log)
         for known in [*self._read_bytes, *self._slow]:
-            if known < minute - 2:
+            if known < first - 1:
                 self._read_bytes.pop(known, None)
                 self._slow.pop(known, None)
         self._keep()
@@ -156,8 +166,7 @@ class KeepRequests:
     def _keep(self) -> None:
         held = self._run.held
         assert held is not None, "read"
-        for number in list(self._wanted):
-            answer = held.keep(number)
+        for number, answer in held.keep(self._wanted).items() if self._wanted else ():
             if answer == WAITS:
                 continue
             if answer == GONE:
