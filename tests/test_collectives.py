@@ -193,7 +193,7 @@ def comm_hooks(rank: int, size: int, folder: str) -> Any:
         return future
 
     def run(which: str) -> tuple[list[float], list[str]]:
-        # Several buckets at a time are more than PowerSGD's callbacks on gloo can do: it waits for ever, without us too.
+        # Several buckets at a time are more than PowerSGD's callbacks on gloo can do: it waits for ever, also alone.
         several = 25 if which == "power" else 0.01
         model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=several)
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)

@@ -139,6 +139,7 @@ ALL_TARGETS = {
     "grad_scaler",
     "dataloader",
     "processes",
+    "process groups",
 }
 
 

@@ -37,17 +37,19 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
 
-def of_the_group(store: Any, made_by_torch: bool = True) -> Any:
+def of_the_group(store: Any, made_by: str = "torch") -> Any:
     """The store that torch gives a group's NCCL backend (distributed_c10d.py, `_new_process_group_helper`)."""
-    if made_by_torch:
+    if made_by == "torchrun":
+        store = dist.PrefixStore("/worker/attempt_3", store)  # rendezvous.py, 2.4
+    if made_by != "user":
         store = dist.PrefixStore("default_pg", store)
     return dist.PrefixStore("cuda/", dist.PrefixStore(f"{GROUP.id}/", store))
 
 
-@pytest.mark.parametrize("made_by_torch", [True, False], ids=["torch's store", "a store of the user's"])
+@pytest.mark.parametrize("made_by", ["torch", "user", "torchrun"])
 @pytest.mark.parametrize("generation", ["legacy", "nccl2", "nccl2 of many ranks"])
-def test_the_id_is_read_where_torch_puts_it(host: Any, store: JobStore, made_by_torch: bool, generation: str) -> None:
-    place = of_the_group(host, made_by_torch)
+def test_the_id_is_read_where_torch_puts_it(host: Any, store: JobStore, made_by: str, generation: str) -> None:
+    place = of_the_group(host, made_by)
     if generation == "legacy":
         place.set("0", UID)
         place.set("1", os.urandom(UID_BYTES))  # of a second communicator
@@ -55,7 +57,7 @@ def test_the_id_is_read_where_torch_puts_it(host: Any, store: JobStore, made_by_
     else:
         key = "nccl_storekey_0" if generation == "nccl2" else "nccl_storekey_0_0"
         dist.PrefixStore(GROUP.id, place).set(key, UID)
-    assert nccl_uid(store, GROUP, "run", 0) == (UID.hex(), hash_of(UID))
+    assert nccl_uid(store, GROUP, "run", 3) == (UID.hex(), hash_of(UID))
 
 
 @pytest.mark.parametrize("value", [None, b"", b"1", UID + b"1"], ids=["none", "empty", "short", "long"])

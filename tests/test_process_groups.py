@@ -695,7 +695,7 @@ dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 child = os.fork()
 if not child:
     assert dist.get_world_size() == 1
-    sys.exit(3)
+    os._exit(3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 dist.destroy_process_group()
 """

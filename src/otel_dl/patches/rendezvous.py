@@ -76,7 +76,8 @@ class Deadline:
         self._over = threading.Event()
         self._said = False
         if sys.platform == "linux" and seconds < threading.TIMEOUT_MAX:
-            threads.start("otel-dl-rendezvous", self._watch)
+            with contextlib.suppress(RuntimeError):  # no more threads: torch's limits alone hold
+                threads.start("otel-dl-rendezvous", self._watch)
 
     def over(self) -> None:
         """`init_process_group` has come back."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from otel_dl.ranks.store import JobStore, StoreGone
@@ -25,8 +25,9 @@ from otel_dl.recording.ranks import Group
 UID_BYTES: Final = 128
 """NCCL_UNIQUE_ID_BYTES (nccl.h)."""
 
-OUTER: Final = ("default_pg/", "")
-"""What stands before a group's name in the store: where torch has made the store, and where the user gave it."""
+OUTER: Final = ("default_pg/", "", "/worker/attempt_{attempt}/default_pg/")
+"""What stands before a group's name in the store: where torch has made the store, where the user gave it, and where it
+is torchrun's (2.4; no longer in 2.15)."""
 
 _CHAR_IS_SIGNED: Final = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
@@ -40,9 +41,7 @@ class Communicator(NamedTuple):
     """As NCCL's log prints it ("commId 0x…"); empty where the id is derived."""
 
 
-def nccl_uid(
-    store: JobStore | None, group: Group, run: str, attempt: int, outer: Sequence[str] = OUTER
-) -> Communicator:
+def nccl_uid(store: JobStore | None, group: Group, run: str, attempt: int) -> Communicator:
     """Names the communicator of `group`.
 
     Never through the group's own client, which may be in use by a thread that waits. Every key is looked for before it
@@ -50,7 +49,7 @@ def nccl_uid(
 
     `run` and `attempt` tell jobs apart where TORCHELASTIC_RUN_ID is not set; `run` must be the same on all ranks.
     """
-    uid = _read(store, group.id, outer) if store is not None and "nccl" in group.backend else None
+    uid = _read(store, group.id, attempt) if store is not None and "nccl" in group.backend else None
     if uid is not None:
         return Communicator(uid.hex(), hash_of(uid))
     return Communicator(derived(group, run, attempt), "")
@@ -73,19 +72,19 @@ def hash_of(uid: bytes) -> str:
     return f"0x{result:x}"
 
 
-def keys(group: str, outer: Sequence[str] = OUTER, device: str = "cuda") -> Iterator[str]:
+def _keys(group: str, attempt: int) -> Iterator[str]:
     """Where the id of a group's first communicator may lie in the store, without any prefix. (A PrefixStore joins
     prefix and key by a "/".)"""
-    for before in outer:
-        place = f"{before}{group}//{device}//"
+    for outer in OUTER:
+        place = f"{outer.format(attempt=attempt)}{group}//cuda//"
         yield f"{place}0"
         yield f"{place}{group}/nccl_storekey_0"
         yield f"{place}{group}/nccl_storekey_0_0"
 
 
-def _read(store: JobStore, group: str, outer: Sequence[str]) -> bytes | None:
+def _read(store: JobStore, group: str, attempt: int) -> bytes | None:
     try:
-        for key in keys(group, outer):
+        for key in _keys(group, attempt):
             value = store.get_of_torch(key)
             if value is not None and len(value) == UID_BYTES:
                 return value
