@@ -78,7 +78,7 @@ class Expected:
             if not self._come.wait(self.WAIT_S):
                 logger.warning(
                     "otel-dl: rank 0's run id, which the job's store should hold, has not come within %g s of the first"
-                    " step: until it does, this rank's steps are traces of their own. Is otel-dl switched on in rank 0?",
+                    " step: until it does, this rank's steps are traces of their own. Is otel-dl on in rank 0?",
                     self.WAIT_S,
                 )
         return self.shared if self._come.is_set() else None
