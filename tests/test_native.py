@@ -36,6 +36,7 @@ from otel_dl.forensics import layout, reader, writer
 from otel_dl.forensics.writer import StatusPage
 from otel_dl.recording import native
 from otel_dl.recording.context import variable
+from otel_dl.recording.held import Held
 from otel_dl.recording.keep import AdaptiveHead, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath, LaneState, StepState
@@ -493,3 +494,21 @@ def test_what_a_signal_handler_raises_while_a_modules_attributes_are_looked_at_a
             update(model, optimizer, x, y)
             done += 1
     assert done == 20
+
+
+@compiled
+def test_steps_that_are_held_for_other_ranks_are_the_same() -> None:
+    outcomes: list[Any] = []
+    for in_c in (True, False):
+        with recording(NeverHead(), native=in_c) as recorded:
+            recorded.run.held = held = Held(recorded.run, 2_000)
+            loop(1_500)
+            entries = [entry for entry in held._steps if isinstance(entry, tuple)]
+            # Ordinary ones that took long are closed, and held as the steps that they are.
+            assert len(entries) > 100
+            for number, start, end, dropped, records in entries:
+                assert dropped == 0
+                assert start <= records[0][1] <= records[-1][2] <= end, f"step {number}"
+            outcomes.append({tuple(record[0] for record in entry[4]) for entry in entries})
+            assert recorded.run.fast.held_in - recorded.run.fast.held_out <= 2_000
+    assert outcomes[0] == outcomes[1]

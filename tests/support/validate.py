@@ -238,7 +238,7 @@ def _parents(spans: list[Span], loader_in_a_thread: bool) -> Iterator[str]:
         if parent is None:
             yield from _named(span, ["its parent is not there"])
             continue
-        if span.name in {SpanName.WORKER, SpanName.START_WORKERS} | semconv.GROUPS:
+        if span.name == SpanName.WORKER or parent.name == SpanName.STARTUP:
             continue  # a worker's life began before the step that it ended in; the run's trace has no end of its own
         if span.name in semconv.COLLECTIVES and (parent.name == SpanName.STARTUP or span.start_ns <= parent.end_ns):
             continue  # outside any step; or issued in a phase that did not wait for it

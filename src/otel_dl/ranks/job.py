@@ -116,8 +116,8 @@ class JobRanks(Ranks):
     def waiting(self, wait: Wait | None) -> None:
         self._making = wait
 
-    def kept(self, number: int, reason: str) -> None:
-        self._one_trace.kept(number, reason)
+    def kept(self, number: int, reason: str, milliseconds: int) -> None:
+        self._one_trace.kept(number, reason, milliseconds)
 
     def left(self) -> None:
         if self._groups:

@@ -34,8 +34,8 @@ class OneTrace:
     def joined(self) -> None:
         self.run_id.joined()
 
-    def kept(self, number: int, reason: str) -> None:
-        self.keep_requests.kept(number, reason)
+    def kept(self, number: int, reason: str, milliseconds: int) -> None:
+        self.keep_requests.kept(number, reason, milliseconds)
 
     def connected(self, store: JobStore) -> None:
         for part in self._parts:

@@ -2,8 +2,9 @@
 writes what it wants.
 
 Steps that failed, or that the user asked for, are kept by every rank. Slow ones are proposed, by the rank that was
-slow; the first few of a minute's log are kept, by every rank alike, and the others by none: with 10,000 ranks some
-rank is always slow. All read the same log in the same order, so all take the same, without asking anybody.
+slow; the first few of a minute's log are kept, by every rank alike, and after them only one that lasted twice as long
+as all that were: with 10,000 ranks some rank is always slow, and the one that matters may come last. All read the same
+log in the same order, so all take the same, without asking anybody.
 """
 
 from __future__ import annotations
@@ -25,10 +26,33 @@ LOG_BYTES: Final = 65_536
 """Of a minute's log at most: what comes later is counted and dropped."""
 WAITING: Final = 4_096
 """Requests of this rank that wait to be written at most; the oldest go first."""
+_CLOCKS_S: Final = 10
+"""A log is read so long before and after its minute: ranks write by clocks of their own, once a second."""
+_BEHIND: Final = 5
+"""Minutes that a process reads at most when it has not for a while."""
 _PROPOSED: Final = "s"
 _WANTED: Final = "e"
 _GONE_AFTER: Final = 2
 """Ticks after which a step that is decided and is nowhere to be found is taken for gone."""
+
+
+class Slow:
+    """The slow steps of a minute that are kept: CAP_PER_MINUTE, then one that lasted twice as long as all of them."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.longest = 0
+
+    def has_room(self, milliseconds: int) -> bool:
+        return len(self.numbers) < CAP_PER_MINUTE or milliseconds >= 2 * self.longest
+
+    def take(self, number: int, milliseconds: int) -> bool:
+        """Whether step `number`, which lasted so long, is kept."""
+        if number not in self.numbers and not self.has_room(milliseconds):
+            return False
+        self.numbers.add(number)
+        self.longest = max(self.longest, milliseconds, 1)
+        return True
 
 
 class KeepRequests:
@@ -42,20 +66,23 @@ class KeepRequests:
 
     def after_fork(self) -> None:
         """In a forked child, which is a run of its own."""
-        self._own: deque[tuple[int, str]] = deque(maxlen=WAITING)
+        self._own: deque[tuple[str, int, int]] = deque(maxlen=WAITING)
         self._read_bytes: dict[int, int] = {}
         """Of each minute's log, how far it was read."""
-        self._slow: dict[int, list[int]] = {}
-        """The slow steps that each minute's log has room for."""
+        self._slow: dict[int, Slow] = {}
+        """Of each minute's log."""
         self._wanted: dict[int, int] = {}
         """Steps to be kept that are not yet: how often they were decided and nowhere to be found."""
         self._seen: dict[int, None] = {}
         """Steps that are kept everywhere."""
         self._prefix = ""
+        self._read_until = 0
+        """The last minute whose log was looked at."""
 
-    def kept(self, number: int, reason: str) -> None:
+    def kept(self, number: int, reason: str, milliseconds: int = 0) -> None:
         """This rank keeps step `number`, or proposes it."""
-        self._own.append((number, _PROPOSED if reason in (KeepReason.SLOW, KeepReason.WARMUP) else _WANTED))
+        kind = _PROPOSED if reason in (KeepReason.SLOW, KeepReason.WARMUP) else _WANTED
+        self._own.append((kind, number, milliseconds))
 
     def connected(self, store: JobStore) -> None:
         if store.prefix != self._prefix:  # other logs
@@ -72,35 +99,39 @@ class KeepRequests:
             self._run.dropped["requests to other ranks to keep a step"] += len(self._own)
             self._own.clear()
             return False
-        full = len(self._slow.get(minute, ())) >= CAP_PER_MINUTE
-        words: list[str] = []
+        slow = self._slow.get(minute)
+        requests: list[tuple[str, int, int]] = []
         while self._own:
-            number, kind = self._own.popleft()
+            request = kind, number, milliseconds = self._own.popleft()
             if number in self._seen:
                 continue
-            if kind == _PROPOSED and full:
+            if kind == _PROPOSED and slow is not None and not slow.has_room(milliseconds):
                 held.refuse(number)
             else:
-                words.append(f"{kind}{number} ")
-        if not words:
+                requests.append(request)
+        if not requests:
             return False
         try:
-            store.append(_key(minute), "".join(words))
+            store.append(_key(minute), "".join(f"{kind}{number}:{length} " for kind, number, length in requests))
         except StoreGone:
-            self._own.extend((int(word[1:]), word[0]) for word in words)
+            self._own.extend(requests)
             raise
         return True
 
     def read(self, store: JobStore) -> None:
         if self._run.held is None:
             return
-        minute = self._minute()
-        minutes = range(minute - 1, minute + 2)  # clocks differ
-        for one, log in zip(minutes, store.get_many([_key(one) for one in minutes]), strict=True):
+        now = self._now()
+        first, last = int(now - _CLOCKS_S) // 60, int(now + _CLOCKS_S) // 60
+        if self._read_until:  # this process may have been stopped
+            first = max(first - _BEHIND, min(first, self._read_until))
+        self._read_until = last
+        minutes = range(first, last + 1)
+        for minute, log in zip(minutes, store.get_many([_key(minute) for minute in minutes]), strict=True):
             if log is not None:
-                self._take(one, log)
+                self._take(minute, log)
         for known in [*self._read_bytes, *self._slow]:
-            if known < minute - 2:
+            if known < first - 1:
                 self._read_bytes.pop(known, None)
                 self._slow.pop(known, None)
         self._keep()
@@ -116,15 +147,14 @@ class KeepRequests:
     def _take(self, minute: int, log: bytes) -> None:
         known = self._read_bytes.get(minute, 0)
         self._read_bytes[minute] = len(log)
-        slow = self._slow.setdefault(minute, [])
+        slow = self._slow.setdefault(minute, Slow())
         for word in log[known:].decode("ascii", "replace").split():
-            kind, number = word[0], int(word[1:])
-            if kind == _PROPOSED and number not in slow:
-                if len(slow) >= CAP_PER_MINUTE:
-                    if self._run.held is not None:
-                        self._run.held.refuse(number)
-                    continue
-                slow.append(number)
+            kind = word[0]
+            number, milliseconds = map(int, word[1:].split(":"))
+            if kind == _PROPOSED and not slow.take(number, milliseconds):
+                if self._run.held is not None:
+                    self._run.held.refuse(number)
+                continue
             if number not in self._seen:
                 self._seen[number] = None
                 self._wanted[number] = 0
@@ -136,8 +166,7 @@ class KeepRequests:
     def _keep(self) -> None:
         held = self._run.held
         assert held is not None, "read"
-        for number in list(self._wanted):
-            answer = held.keep(number)
+        for number, answer in held.keep(self._wanted).items() if self._wanted else ():
             if answer == WAITS:
                 continue
             if answer == GONE:

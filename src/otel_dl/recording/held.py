@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording.records import Step
@@ -46,9 +47,10 @@ class Held:
         self._fast = run.fast
         self._most = most
         self._steps: deque[Entry] = deque()
-        self._kept: deque[int] = deque(maxlen=_REMEMBERED)
-        self._taken: set[int] = set()
-        """Of those in `_steps`, the ones that were kept, or refused, after all."""
+        self._kept: dict[int, None] = {}
+        """Numbers of the latest steps that were kept when they were closed."""
+        self._taken: dict[int, None] = {}
+        """Of the latest that were kept after all."""
         self._lock = threading.Lock()
         """Never taken by a thread that trains."""
         self.early = 0
@@ -82,9 +84,11 @@ class Held:
     def closed(self, step: Step, reason: str) -> str:
         """`step` is closed, and this rank would keep it for `reason`; for which it does so now."""
         if reason and reason != KeepReason.SLOW:
-            self._kept.append(step.number)
+            self._kept[step.number] = None
+            if len(self._kept) > _REMEMBERED:
+                del self._kept[next(iter(self._kept))]
             if reason != KeepReason.HEAD and (reason != KeepReason.WARMUP or step.number):
-                self._run.ranks.kept(step.number, reason)
+                self._tell(step, reason)
             return reason
         fast, weight = self._fast, _weight(step)
         step.reason = reason
@@ -94,22 +98,29 @@ class Held:
         fast.held_in += weight
         self._steps.append(step)
         if reason:
-            self._run.ranks.kept(step.number, reason)
+            self._tell(step, reason)
         return ""
+
+    def _tell(self, step: Step, reason: str) -> None:
+        self._run.ranks.kept(step.number, reason, (step.end - step.start) // 1_000_000)
 
     # In the thread that talks to the other ranks.
 
-    def keep(self, number: int, reason: str = KeepReason.PEER) -> int:
-        """Step `number` is kept, as others have it: WAITS (ask again), KEPT or GONE."""
+    def keep(self, numbers: Iterable[int]) -> dict[int, int]:
+        """These steps are kept, as others have it. Of each: WAITS (ask again), KEPT or GONE."""
+        answers: dict[int, int] = {}
         with self._lock:
             decided = self._run.decided
-            if number in self._taken or number in tuple(self._kept):
-                return KEPT
-            for entry in reversed(tuple(self._steps)):
-                if _number(entry) == number:
-                    self._take(entry, reason)
-                    return KEPT
-            return WAITS if number >= decided - 1 else GONE
+            entries = {_number(entry): entry for entry in tuple(self._steps)}
+            for number in numbers:
+                if number in self._taken or number in self._kept:
+                    answers[number] = KEPT
+                elif number in entries:
+                    self._take(entries[number], KeepReason.PEER)
+                    answers[number] = KEPT
+                else:
+                    answers[number] = WAITS if number >= decided - 1 else GONE
+        return answers
 
     def refuse(self, number: int) -> None:
         """The slow step `number` of this rank is not kept for that: too many were."""
@@ -132,19 +143,19 @@ class Held:
                 steps.popleft()
                 fast.held_out += _weight(entry)
                 self.early += not everything and age < LEAST_NS
-                number = _number(entry)
-                if number in self._taken:
-                    self._taken.discard(number)
-                    self._kept.append(number)
-                elif isinstance(entry, Step) and entry.reason:
-                    self._take(entry, KeepReason.SLOW)
-                    self._taken.discard(number)
+                if isinstance(entry, Step) and entry.reason and entry.number not in self._taken:
+                    if self._run.keep.has_room(entry.reason, entry.end):
+                        self._take(entry, entry.reason)
+                    else:
+                        self._refuse(entry)
 
     def _take(self, entry: Entry, reason: str) -> None:
         step = entry if isinstance(entry, Step) else _step(self._run, entry)
         step.reason = step.reason or reason  # slow for itself before slow for a peer
         self.counts[step.reason] += 1
-        self._taken.add(step.number)
+        self._taken[step.number] = None
+        if len(self._taken) > _REMEMBERED:
+            del self._taken[next(iter(self._taken))]
         self._run.keep_late(step)
 
     def _refuse(self, step: Step) -> None:
@@ -159,7 +170,9 @@ def _number(entry: Entry) -> int:
 
 
 def _weight(entry: Entry) -> int:
-    return len(entry.records) + len(entry.user_spans) if isinstance(entry, Step) else len(entry[4])
+    if isinstance(entry, Step):
+        return len(entry.records) + len(entry.collectives) + len(entry.user_spans)
+    return len(entry[4])
 
 
 def _step(run: Run, entry: tuple[int, int, int, int, list[tuple[Any, ...]]]) -> Step:

@@ -77,8 +77,8 @@ class Expected:
             self._waited = True
             if not self._come.wait(self.WAIT_S):
                 logger.warning(
-                    "otel-dl: rank 0's run id has not come within %g s of the first step: until it does, this rank's"
-                    " steps are traces of their own. Is otel-dl switched on in rank 0?",
+                    "otel-dl: rank 0's run id, which the job's store should hold, has not come within %g s of the first"
+                    " step: until it does, this rank's steps are traces of their own. Is otel-dl on in rank 0?",
                     self.WAIT_S,
                 )
         return self.shared if self._come.is_set() else None

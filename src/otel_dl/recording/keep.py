@@ -143,12 +143,14 @@ class Keep:
         self._late: Counter[str] | None = None
 
     def decide_together(self, late: Counter[str]) -> None:
-        """From now on `slow` is a proposal to all ranks; the steps kept in the end are counted in `late`."""
+        """From now on `slow` is a proposal to all ranks, whose cap holds; what is kept then is counted in `late`."""
         self._late = late
 
     def decide(self, step: Step) -> str:
         """The reason for which `step` is exported, empty where it is not: the first that holds."""
         slow = self.slow.add(step.end - step.start)
+        if slow and self._late is not None:
+            slow = self._late[KeepReason.SLOW] + self._late[KeepReason.PEER] < CAP_PER_RUN
         if step.number and step.error is None and not (slow or step.head or step.requested):
             return ""
         if self.head.off:
@@ -158,9 +160,9 @@ class Keep:
             reason = KeepReason.ERROR
         elif step.requested:
             reason = KeepReason.REQUESTED
-        elif slow and self._room(KeepReason.SLOW, step.end):
+        elif slow and (self._late is not None or self.has_room(KeepReason.SLOW, step.end)):
             reason = KeepReason.SLOW
-        elif step.number == 0 and self._room(KeepReason.WARMUP, step.end):
+        elif step.number == 0 and self.has_room(KeepReason.WARMUP, step.end):
             reason = KeepReason.WARMUP
         elif step.head:
             reason = KeepReason.HEAD
@@ -168,12 +170,10 @@ class Keep:
             self.kept[reason] += 1
         return reason
 
-    def _room(self, reason: str, now: int) -> bool:
+    def has_room(self, reason: str, now: int) -> bool:
+        """Whether one more may be kept for `reason` at `now`, which then is."""
         recent = self._recent[reason]
-        kept = self.kept[reason]
-        if self._late is not None and reason == KeepReason.SLOW:
-            kept += self._late[KeepReason.SLOW] + self._late[KeepReason.PEER]
-        if kept >= CAP_PER_RUN or (len(recent) == CAP_PER_MINUTE and now - recent[0] < _MINUTE_NS):
+        if self.kept[reason] >= CAP_PER_RUN or (len(recent) == CAP_PER_MINUTE and now - recent[0] < _MINUTE_NS):
             self.capped[reason] += 1
             return False
         recent.append(now)

@@ -88,5 +88,5 @@ class Ranks:
         """What `explain` has said of it, None where it was not asked."""
         return None
 
-    def kept(self, number: int, reason: str) -> None:
-        """This rank keeps step `number` for a reason that the others can't know of."""
+    def kept(self, number: int, reason: str, milliseconds: int) -> None:
+        """This rank keeps step `number`, which lasted so long, for a reason that the others can't know of."""

@@ -117,7 +117,9 @@ class SpanBuilder:
         self._be(identity)
         context = _context(*run.step_ids(step.number, identity))
         parent: SpanContext | None = None
-        records, reduced = reduce([Record._make(record) for record in step.records], self._room(identity))
+        records, collectives, reduced = reduce(
+            [Record._make(record) for record in step.records], step.collectives, self._room(identity)
+        )
         # The context of the run's trace; the former kept step; a span of the user's around the step.
         links = [Link(_context(*run.run_ids()))]
         former = self._former(step.number, context)
@@ -149,7 +151,7 @@ class SpanBuilder:
                        words=step.words)
         ]  # fmt: skip
         ordinal = self._phases(
-            context, records, warm, step.reason, spans, step.words, step.collectives, max(step.end, step.start)
+            context, records, warm, step.reason, spans, step.words, collectives, max(step.end, step.start)
         )
         for life in lives:
             ordinal += 1
