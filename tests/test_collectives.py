@@ -19,6 +19,7 @@ from support.inprocess import Recorded, recording
 from support.ranks import begin, job
 
 from otel_dl.forensics import layout, reader, report
+from otel_dl.semconv import COLLECTIVES
 
 HOOKED = hasattr(c10d.ProcessGroup, "register_pre_hook")
 SOURCE = "hook" if HOOKED else "call"
@@ -40,7 +41,7 @@ def told(recorded: Recorded) -> list[dict[str, Any]]:
             **dict(span.attributes.items()),
         }
         for span in sorted(recorded.spans, key=lambda span: span.start_time)
-        if span.name.startswith("dist.")
+        if span.name in COLLECTIVES
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from otel_dl.descriptors import Descriptor
 
-OPERATION_S: Final = 1.0
+OPERATION_S: Final = 2.0
 """How long an operation waits for the store's answer at most."""
 
 _VALIDATE, _SET, _GET, _ADD, _CHECK, _WAIT, _APPEND, _MULTI_GET, _CANCEL_WAIT = 0, 1, 3, 4, 5, 6, 9, 10, 12
