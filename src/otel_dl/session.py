@@ -196,8 +196,7 @@ class Session:
         terminated = self._ending.dying
         name = qualified(type(error)) if error is not None else ""
         self.run.status.ended(name, terminated)
-        self.ranks.end("SIGTERM" if terminated else name or "finished", deadline)
-        self._finish(deadline, error)
+        self._finish(deadline, error, "SIGTERM" if terminated else name or "finished")
         if self._connection is not None:
             self._connection.sink.close(deadline)
         self.folder.close()
@@ -207,9 +206,10 @@ class Session:
         self.run.status = status
         self.run.fast.map_page(status.address)
 
-    def _finish(self, deadline: float, error: BaseException | None = None) -> None:
+    def _finish(self, deadline: float, error: BaseException | None, how: str) -> None:
         self._error = error
         self.run.finish(error)
+        self.ranks.end(how, deadline)
         self.watch.finish()
         if self._builder is not None:
             self._builder.drain(deadline, final=True)
@@ -229,9 +229,8 @@ class Session:
         for patches in reversed(self._patches):
             patches.restore()
         startup.import_torch.uninstall()
-        self.ranks.end("finished", deadline)
+        self._finish(deadline, None, "finished")
         self.ranks.close()
-        self._finish(deadline)
         self.run.active = False
         self._show(Status())
         self.folder.close(unmap=True)

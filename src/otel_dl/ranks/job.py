@@ -135,7 +135,10 @@ class JobRanks(Ranks):
         if wait is self._making:
             self._making = None
         former = self._failed.get(wait.group.id)
-        explained = former[1] if former is not None and wait.seq > former[0] else self._find_out(error, wait)
+        if former is not None and wait.seq > former[0]:
+            explained = former[1]._replace(words=f"the group has failed before: {former[1].words}")
+        else:
+            explained = self._find_out(error, wait)
         if explained is not None:
             if wait.seq:
                 self._failed.setdefault(wait.group.id, (wait.seq, explained))
@@ -158,9 +161,10 @@ class JobRanks(Ranks):
             found = self._as_reported(wait) or found
         names = found.seen_by(self._statuses.rank)
         lost = bool(_PEER_LOST.search(str(error)))
-        if not (timed_out or lost or names):
-            return None
         gone = any(one.reason in (Reason.DEAD, Reason.SILENT) for one in names or ())
+        misfit = any(one.reason == Reason.MISMATCH for one in names or ())
+        if not (timed_out or lost or gone or misfit):
+            return None  # of this rank alone; that others are late just now is no reason
         if timed_out:
             error_type = f"{_backend(wait.group)}_TIMEOUT"
         elif lost or gone:
@@ -172,7 +176,7 @@ class JobRanks(Ranks):
     def _as_reported(self, wait: Wait) -> Verdict | None:
         """What was found moments ago: the store may end with the rank that hosts it and has waited in vain."""
         last = self._last
-        if last is None or last[0][:3] != wait[:3] or time.time_ns() - last[1].at > _STILL_TRUE_NS:
+        if last is None or not _is_same(last[0], wait) or time.time_ns() - last[1].at > _STILL_TRUE_NS:
             return None
         return last[1]
 
@@ -240,7 +244,7 @@ class JobRanks(Ranks):
             self._reported = None
             return TICK_S
         former = self._reported
-        reports = former[1] if former is not None and former[0][:3] == wait[:3] else 0
+        reports = former[1] if former is not None and _is_same(former[0], wait) else 0
         self._reported = wait, reports
         dues = _dues(wait, self._run.settings.stall_after)
         waited = (clock() - wait.start) / 1e9
@@ -343,6 +347,11 @@ class JobRanks(Ranks):
         if wait.seq:
             attributes["dl.collective.seq"] = wait.seq
         return Explained(error_type, words, attributes)
+
+
+def _is_same(one: Wait, other: Wait) -> bool:
+    # The Flight Recorder's clock is another one.
+    return one[:3] == other[:3] and abs(one.start - other.start) < 1_000_000
 
 
 def _dues(wait: Wait, stall_after: float) -> list[float]:

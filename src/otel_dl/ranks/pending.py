@@ -44,6 +44,9 @@ def oldest(run: Run, groups: Mapping[str, Group], page: Page) -> Wait | None:
         return None
     under_way = _by_flight_recorder(groups)
     if under_way is None:
+        last = run.collectives.latest.get(latest.group)
+        if last is None or not last.watched:
+            return None  # its end would not have been seen
         return Wait(latest.name, groups[latest.group], latest.seq, latest.start, latest.size)
     if not under_way:
         return None
