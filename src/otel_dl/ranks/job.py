@@ -45,6 +45,8 @@ _STILL_TRUE_NS: Final = 3_000_000_000
 """So old may a report be that stands for what can't be found out any more."""
 _LAST_WORDS_S: Final = 0.25
 
+_GONE: Final = (Reason.DEAD, Reason.SILENT)
+
 _PEER_LOST: Final = re.compile(
     r"Connection (closed|reset|refused) by peer|Connection reset|Broken pipe|Read timeout|remote process exited"
     r"|NCCL communicator was aborted|unhandled system error|Socket closed|recvValue failed",
@@ -161,7 +163,7 @@ class JobRanks(Ranks):
             found = self._as_reported(wait) or found
         names = found.seen_by(self._statuses.rank)
         lost = bool(_PEER_LOST.search(str(error)))
-        gone = any(one.reason in (Reason.DEAD, Reason.SILENT) for one in names or ())
+        gone = any(one.reason in _GONE for one in names or ())
         misfit = any(one.reason == Reason.MISMATCH for one in names or ())
         if not (timed_out or lost or gone or misfit):
             return None  # of this rank alone; that others are late just now is no reason
@@ -200,8 +202,10 @@ class JobRanks(Ranks):
             found = self._unknown("")
             if wait is not None and how == "SIGTERM":
                 found = self._agree(store, wait, "error", _LAST_WORDS_S)
-                if found.seen_by(self._statuses.rank):
-                    self._report(wait, found, "SIGTERM")
+                names = found.seen_by(self._statuses.rank)
+                if names:
+                    lost = any(one.reason in _GONE for one in names)
+                    self._report(wait, found, f"{_backend(wait.group)}_PEER_LOST" if lost else "SIGTERM")
             answer.give(found)
 
         self._exchange.ask(last)
