@@ -91,7 +91,7 @@ class RankStatus(NamedTuple):
             tuple(waits) if waits is not None else None, end, Life(life),
         )  # fmt: skip
 
-    def words(self, now: int) -> str:
+    def words(self, now: int, verb: str = "has been") -> str:
         """ "has been in dataloader.next at step 87 for 93 s (train.py:41)"."""
         if self.end:
             return f"has ended ({self.end})" if self.life is Life.DEAD else f"is ending ({self.end})"
@@ -110,7 +110,7 @@ class RankStatus(NamedTuple):
             said.append(f"for {_seconds(now - self.since)}")
         if self.where:
             said.append(f"({self.where})")
-        verb = {Life.DEAD: "is dead; it was", Life.STOPPED: "is stopped; it has been"}.get(self.life, "has been")
+        verb = {Life.DEAD: "is dead; it was", Life.STOPPED: "is stopped; it has been"}.get(self.life, verb)
         return " ".join((verb, *said))
 
 
@@ -223,10 +223,10 @@ def judge(
         elif status.life is Life.STOPPED:
             missing.append(Finding(rank, Reason.SILENT, status.words(now)))
         elif not known and age > SILENT_NS:
-            words = f"has given no sign of itself for {_seconds(age)}; then it {status.words(status.at)}"
+            words = f"has given no sign of itself for {_seconds(age)}; {status.words(status.at, 'it was')}"
             missing.append(Finding(rank, Reason.SILENT, words))
         elif not known or has is None:
-            doubtful.append(f"what rank {rank} does now is not known")
+            doubtful.append(f"what rank {rank} does now is not known (it has said nothing for {_seconds(age)})")
         elif not has:
             busy = status.waits is not None or status.doing == SpanName.NEXT
             missing.append(Finding(rank, Reason.ELSEWHERE if busy else Reason.LATE, status.words(now)))
