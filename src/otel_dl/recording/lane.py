@@ -7,7 +7,6 @@ forward once every optimizer of the former step has stepped. Only the thread tha
 
 from __future__ import annotations
 
-import gc
 import threading
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
@@ -57,20 +56,6 @@ def _is_of_another_epoch(record: tuple[Any, ...], loader: int, epoch: int) -> bo
     """Whether `record` is a batch of this loader, and not of this epoch of it."""
     batch = record[4]
     return batch is not None and batch[0] == loader and batch[1] != epoch
-
-
-def _collect_what_is_due() -> None:
-    """The next full garbage collection, where it is near: in the first step, when all has been imported, and in that of
-    all ranks alike.
-
-    With torch loaded it takes 0.15 s (0.5 s on a machine that has other work), and no thread of the process runs
-    meanwhile. What torch imports leaves it 0 to 2 collections of the middle generation away, and the objects of some
-    hundred spans were enough for these: each rank was that late in another step. After this one it takes 80,000 objects
-    that live for long, a quarter of all there are (Python 3.11, Modules/gcmodule.c). One who has switched automatic
-    collection off, or made it rare, is left alone.
-    """
-    if gc.isenabled() and gc.get_count()[2] * 2 > gc.get_threshold()[2] > 0:
-        gc.collect()
 
 
 class Segment(Enum):
@@ -215,8 +200,6 @@ class Lane(LaneState):
     def stepped(self, optimizer: int) -> None:
         step = self.step
         if step is not None and self.run.stepper is self:
-            if step.number == 0 and not step.optimizers:
-                _collect_what_is_due()
             step.stepped = True
             step.optimizers = step.optimizers | {optimizer}
             step.boundary = None
