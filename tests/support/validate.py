@@ -23,6 +23,7 @@ _KINDS = {
     SpanName.STEP: TraceKind.STEP,
     SpanName.EVAL: TraceKind.EVAL,
     SpanName.FETCH: TraceKind.BATCH,
+    SpanName.STALL: TraceKind.STALL,
 }
 _ORDINALS = range(1, 2_100)
 _EVALUATIONS = range(10_000)
