@@ -113,8 +113,8 @@ def test_a_large_value_and_many_keys(server: Any, store: JobStore) -> None:
 
 def test_what_torch_wrote_is_read_and_torch_reads_what_we_wrote(server: Any, store: JobStore) -> None:
     server.set("of torch", "1")
-    assert store.get_of_torch("of torch") == b"1"
-    assert store.get_of_torch("nothing") is None
+    assert store.get_from_elsewhere("of torch") == b"1"
+    assert store.get_from_elsewhere("nothing") is None
     assert server.add("otel_dl/0/counter", 2) == store.add("counter", 0) == 2
 
 

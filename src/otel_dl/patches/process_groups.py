@@ -86,7 +86,8 @@ def _watch_the_end(run: Run, patches: Patches, c10d: Any) -> None:
     def _update_default_pg(pg: Any) -> Any:
         result = original(pg)
         if pg is None:
-            patches.guard(run.ranks.left)
+            patches.guard(run.ranks.left)  # first: it says what was issued in them
+            patches.guard(run.collectives.groups_ended)
         return result
 
     patches.replace(c10d, "_update_default_pg", _update_default_pg)
@@ -327,25 +328,25 @@ class Call:
                 group = group._replace(limit_s=self.group.limit_s)
             self.group = group
             self.run.ranks.joined(group)
-            self.tell(group.id, None, "", {})
+            self.tell(group.id)
         else:
             self.run.ranks.waiting(None)
-            self.tell("", None, "", {})
+            self.tell("")
 
     def failed(self, error: BaseException) -> None:
-        failure = Failure.of(error) if is_failure(error) else None
-        words, attributes = "", dict[str, Any]()
-        if failure is not None:
-            attributes["rank_id"] = self.run.identity.rank
+        failure, explained = None, None
+        if is_failure(error):
             if self.group is not None and isinstance(error, Exception):
                 explained = self.run.ranks.explain(error, Wait(self.name, self.group, 0, self.start))
-                if explained is not None:
-                    failure = failure._replace(type=explained.error_type)
-                    words, attributes = explained.words, attributes | explained.attributes
+            failure = Failure.of(error, explained)
+            if explained is None:
+                failure = failure._replace(attributes={"rank_id": self.run.identity.rank})
         self.run.ranks.waiting(None)
-        self.tell(self.group.id if self.group is not None else "", failure, words, attributes)
+        self.tell(
+            self.group.id if self.group is not None else "", failure, explained.words if explained is not None else ""
+        )
 
-    def tell(self, group: str, error: Failure | None, words: str, attributes: dict[str, Any]) -> None:
+    def tell(self, group: str, error: Failure | None = None, words: str = "") -> None:
         known = self.group
         ranks = known.ranks if known is not None else ()
         limit = known.limit_s if known is not None else self.limit.seconds
@@ -361,7 +362,6 @@ class Call:
                 source=self.limit.source,
                 error=error,
                 words=words,
-                attributes=attributes,
             )
         )
 
@@ -458,7 +458,7 @@ class Destroy(Call):
 
     def done(self, result: Any) -> None:
         if self.group is not None:
-            self.tell(self.group.id, None, "", {})
+            self.tell(self.group.id)
 
 
 def _rank(c10d: Any) -> int:

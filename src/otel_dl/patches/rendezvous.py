@@ -100,13 +100,19 @@ class Deadline:
         wait = self._seconds
         while not self._over.wait(wait):
             wait = _ONCE_MORE_S
-            now = dict(_unanswered(self._address))
-            for key in before & now.keys():
-                self._say()  # first: it may be the last that is heard of this process
+            with contextlib.suppress(OSError):  # no descriptors are left to look with: perhaps the next time
+                before = self._look(before)
+
+    def _look(self, before: set[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Ends those that were found unanswered `before` and are so still; those that are unanswered now."""
+        now = dict(_unanswered(self._address))
+        for key in before & now.keys():
+            self._say()  # first: it may be the last that is heard of this process
+            with contextlib.suppress(OSError):  # it has ended meanwhile
                 now[key].shutdown(socket.SHUT_RDWR)
-            before = set(now)
-            for connection in now.values():
-                connection.close()
+        for connection in now.values():
+            connection.close()
+        return set(now)
 
 
 _ONCE_MORE_S: Final = 0.5

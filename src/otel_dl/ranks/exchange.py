@@ -43,7 +43,8 @@ class Exchange:
         self._wake = threading.Event()
         self._asked: deque[Callable[[JobStore | None], None]] = deque()
         self._thread: threading.Thread | None = None
-        self._stopped = False
+        self._stopped = threading.Event()
+        """The thread's own: one that is still busy when it is stopped must not go on beside the next one."""
         self._address: tuple[str, int] | None = None
         self._prefix = ""
         self.store: JobStore | None = None
@@ -57,9 +58,12 @@ class Exchange:
         self._address, self._prefix = address, prefix
         self.store = None
         self.trouble = "" if address is not None else "the job's store is no TCP store"
-        self._stopped = False
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threads.start("otel-dl-ranks", self._loop)
+        if not self.running:
+            self._stopped = threading.Event()
+            try:
+                self._thread = threads.start("otel-dl-ranks", self._loop, self._stopped)
+            except RuntimeError:
+                self.trouble = "this process may have no more threads"
         self._wake.set()
 
     def ask(self, question: Callable[[JobStore | None], None]) -> None:
@@ -69,11 +73,11 @@ class Exchange:
 
     @property
     def running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and not self._stopped
+        return self._thread is not None and self._thread.is_alive() and not self._stopped.is_set()
 
     def stop(self, deadline: float) -> None:
-        """Ends the thread, by `deadline` (monotonic) at the latest."""
-        self._stopped = True
+        """Ends the thread once it has done what it was asked; waits for that until `deadline` (monotonic) at most."""
+        self._stopped.set()
         self._wake.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -83,24 +87,24 @@ class Exchange:
     def after_fork(self) -> None:
         """In a forked child: the thread, and the connection, are the parent's."""
         self._thread = None
-        self._stopped = True
         self.store = None
         self._asked.clear()
         self._wake = threading.Event()
 
-    def _loop(self) -> None:
+    def _loop(self, stopped: threading.Event) -> None:
         due = look = monotonic()
-        while not self._stopped:
+        while True:
             wait = min(due, look) - monotonic()
             if self.store is None and self._address is not None:
                 wait = min(wait, _RETRY_S)
             self._wake.wait(max(0.0, wait))
             self._wake.clear()
-            self._attempt(self._connect)
-            while self._asked:
+            if not stopped.is_set():
+                self._attempt(self._connect)
+            while self._asked and stopped is self._stopped:
                 question = self._asked.popleft()
                 self._attempt(partial(question, self.store))
-            if self._stopped:
+            if stopped.is_set():
                 return
             if monotonic() >= due:
                 due = monotonic() + TICK_S
@@ -109,12 +113,14 @@ class Exchange:
                 look = monotonic() + (self._attempt(self._look) or TICK_S)
 
     def _connect(self) -> None:
-        if self.store is not None or self._address is None or self._stopped:
+        address, prefix = self._address, self._prefix
+        if self.store is not None or address is None:
             return
-        store = JobStore(self._address, self._prefix)
+        store = JobStore(address, prefix)
         for participant in self._participants:
             participant.connected(store)
-        self.store, self.trouble = store, ""
+        if (address, prefix) == (self._address, self._prefix):  # no other group was begun meanwhile
+            self.store, self.trouble = store, ""
 
     def _tick(self) -> None:
         store = self.store

@@ -85,7 +85,7 @@ def _keys(group: str, attempt: int) -> Iterator[str]:
 def _read(store: JobStore, group: str, attempt: int) -> bytes | None:
     try:
         for key in _keys(group, attempt):
-            value = store.get_of_torch(key)
+            value = store.get_from_elsewhere(key)
             if value is not None and len(value) == UID_BYTES:
                 return value
     except StoreGone:

@@ -12,7 +12,6 @@ be which of another.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import socket
 from time import monotonic, sleep
@@ -105,10 +104,8 @@ class RunId:
         attempt = run.identity.attempt
         former = None
         if attempt:
-            before = copy.copy(store)
-            before.prefix = prefix(attempt - 1)
             with contextlib.suppress(KeyError, ValueError, TypeError):
-                said = _read(before.get(KEY))
+                said = _read(store.get_from_elsewhere(prefix(attempt - 1) + KEY))
                 former = said["trace"], said["span"]
         self.host_of_rank_0 = host()
         said = {

@@ -85,8 +85,9 @@ class JobStore:
     def get(self, key: str) -> bytes | None:
         return self.get_many([key])[0]
 
-    def get_of_torch(self, key: str) -> bytes | None:
-        """What torch wrote under `key`, which has no prefix of ours; None where it is missing."""
+    def get_from_elsewhere(self, key: str) -> bytes | None:
+        """What stands under the whole `key`, without this client's prefix (torch's own, those of another attempt); None
+        where it is missing."""
         text = _bytes(_ROOT + key)
         self._send(_CHECK, _number(1), text)
         if self._read(1) != _YES:

@@ -6,12 +6,12 @@ another one: an end that comes late, when its step is long exported, touches not
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import contextlib
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording.failure import Failure
-from otel_dl.recording.ranks import Explained, Group, Wait
+from otel_dl.recording.ranks import Group, Wait
 from otel_dl.recording.records import clock
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ OUTSIDE: Final = 1_000
 """Collectives outside any step that wait for the builder at most."""
 OUTSTANDING: Final = 1_024
 """Collectives that are not known to be complete, and are still of interest, at most."""
+
+GROUPS: Final = 4_096
+"""Groups of which it is remembered what was issued last, at most."""
 
 ISSUED: Final = 1
 WAITED_FOR: Final = 2
@@ -144,13 +147,13 @@ class Collectives:
         self._run = run
         self.latest: dict[str, Collective] = {}
         """By id of the group: the one that was issued last. Any thread may read it, and of each `seq`, `name`, `size`,
-        `start`, `end` (0: not known to be complete; where it is not `watched`, it stays so). The keys stay when a group
-        is destroyed."""
+        `start`, `end` (0: not known to be complete; where it is not `watched`, it stays so). A group's stays when it is
+        destroyed, for others may still wait in it; of the latest GROUPS."""
         self.outside: deque[Collective] = deque()
         """Those outside any step, until the builder takes them."""
-        self.outstanding: dict[int, Collective] = {}
-        """Not known to be complete, in the order of their issue, by `id`."""
-        self._lock = threading.Lock()
+        self.outstanding: OrderedDict[int, Collective] = OrderedDict()
+        """Not known to be complete, in the order of their issue, by `id`. Any thread changes it, in one call at a time
+        that the GIL makes whole."""
 
     def issue(self, collective: Collective) -> None:
         """It is about to be issued."""
@@ -158,8 +161,8 @@ class Collectives:
         self.latest[collective.communicator.id] = collective
         outstanding = self.outstanding
         if len(outstanding) >= OUTSTANDING:
-            with self._lock:
-                outstanding.pop(next(iter(outstanding), 0), None)
+            with contextlib.suppress(KeyError):  # another thread has emptied it
+                outstanding.popitem(last=False)
         outstanding[id(collective)] = collective
         self.show(collective, ISSUED if collective.asynchronous else WAITED_FOR)
         step = run.current
@@ -175,6 +178,8 @@ class Collectives:
 
     def leave(self, collective: Collective) -> None:
         """It belongs to no step."""
+        if self._run.keep.head.off:
+            return  # nobody builds spans, nor takes it from here
         if len(self.outside) < OUTSIDE:
             self.outside.append(collective)
         else:
@@ -197,6 +202,19 @@ class Collectives:
             state, collective.page_op, collective.seq, collective.size, collective.start, communicator.page
         )
 
+    def new_group(self) -> None:
+        """Room for one more in `latest`."""
+        latest = self.latest
+        while len(latest) >= GROUPS:
+            del latest[next(iter(latest))]
+
+    def groups_ended(self) -> None:
+        """There are no groups any more. The next ones have the same names, and count from 1: what was issued in these
+        would be taken for having come to what it never came to."""
+        self.latest.clear()
+        self.outstanding.clear()
+        self._run.status.collective(0, 0, 0, 0, 0, b"")
+
     def phase_over(self) -> None:
         """A backward pass, which waits for all of DDP's buckets, has ended."""
         now = clock()
@@ -217,10 +235,11 @@ class Collectives:
         takes 1 s at most, and marks the step that is open."""
         self.outstanding.pop(id(collective), None)
         explained = self._run.ranks.explain(error, collective.wait()) if could_be_of_ranks(error, collective) else None
-        collective.failure = failure_of(error, explained)
+        collective.failure = Failure.of(error, explained)
         if not collective.end:
             collective.end = clock()
             collective.how = How.WAIT
+            self.show(collective, COMPLETE)  # nobody waits for it any more
         step = self._run.current
         if explained is not None and step is not None and step.error is None:
             step.error = collective.failure
@@ -241,11 +260,9 @@ class Collectives:
     def take_since(self, start: int) -> list[Collective]:
         """Those outside any step that were issued since `start`."""
         taken: list[Collective] = []
-        try:
+        with contextlib.suppress(IndexError):
             while self.outside[-1].start >= start:
                 taken.append(self.outside.pop())
-        except IndexError:
-            pass
         taken.reverse()
         return taken
 
@@ -285,13 +302,6 @@ def could_be_of_ranks(error: BaseException, collective: Collective) -> bool:
         return False
     limit = collective.communicator.describe().limit_s
     return 0 < limit <= (clock() - collective.start) / 1e9
-
-
-def failure_of(error: BaseException, explained: Explained | None) -> Failure:
-    failure = Failure.of(error)
-    if explained is None:
-        return failure
-    return Failure(explained.error_type, failure.message, explained.attributes)
 
 
 def attributes(collective: Collective) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from otel_dl.faults import from_signal_handler
+
+if TYPE_CHECKING:
+    from otel_dl.recording.ranks import Explained
 
 LONGEST: Final = 256
 """Characters of a message at most."""
@@ -21,14 +24,18 @@ class Failure(NamedTuple):
     attributes: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException, explained: Explained | None = None) -> Failure:
+        """`explained`: what is known of it beyond what it says itself."""
         try:
             message = str(error)
         except Exception as fault:
             if from_signal_handler(fault):
                 raise
             message = ""  # an exception's own __str__ may raise
-        return cls.told(type(error), message)
+        failure = cls.told(type(error), message)
+        if explained is None:
+            return failure
+        return failure._replace(type=explained.error_type, attributes=explained.attributes)
 
     @classmethod
     def told(cls, kind: type[BaseException], message: str) -> Failure:

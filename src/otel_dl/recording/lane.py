@@ -12,7 +12,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
-from otel_dl.recording.collectives import failure_of
 from otel_dl.recording.context import SUPPRESSED, get_current
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
@@ -157,7 +156,7 @@ class Lane(LaneState):
 
     def _failure(self, error: BaseException) -> Failure:
         """With what the other ranks' statuses say of it."""
-        return failure_of(error, self.run.ranks.of_this_error(error))
+        return Failure.of(error, self.run.ranks.of_this_error(error))
 
     def _add(self, record: tuple[Any, ...]) -> None:
         step = self.step

@@ -172,8 +172,6 @@ class GroupChange(NamedTuple):
     error: Failure | None
     words: str
     """What is known of the failure."""
-    attributes: dict[str, Any]
-    """Of the failure."""
 
 
 Event = WorkersStarted | WorkerLife | GroupChange | Stall

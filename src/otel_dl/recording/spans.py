@@ -483,7 +483,7 @@ def _group_attributes(event: GroupChange) -> Attributes:
     if event.limit_s is not None:
         attributes["dl.timeout_s"] = event.limit_s
         attributes["dl.timeout.source"] = event.source
-    return attributes | event.attributes
+    return attributes
 
 
 def _issued_at(collective: Collective) -> int:
