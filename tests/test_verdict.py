@@ -56,6 +56,8 @@ CASES = {
     "an old status, not old enough": (before(2, at=NOW - 5 * S // 2), None),
     "a status from before the wait": (before(2, at=SINCE - S), [(2, "silent")]),
     "only another group's latest is known": (before(2, latest="3", life=Life.RUNS), None),
+    "on a host whose clock is not known": (before(2, at=0), None),
+    "ended on such a host, before": (before(2, at=0, end="ValueError"), [(2, "dead")]),
     "ended, and what it had issued is not known": (says(2, None, latest="3", life=Life.DEAD, end="SIGTERM"), None),
 }
 

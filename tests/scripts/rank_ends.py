@@ -127,7 +127,7 @@ if __name__ == "__main__":
         from otel_dl.ranks import statuses
 
         if os.environ.get("OWN_HOSTS") is not None:
-            statuses.host_id = lambda: f"host of rank {os.environ['RANK']}"
+            statuses.neighbourhood = lambda: f"host of rank {os.environ['RANK']}"
         otel_dl.instrument()
     if len(sys.argv) > 6:
         import torch.multiprocessing

@@ -26,7 +26,7 @@ from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.ranks.verdict import Reason, Verdict, describe, judge
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
-from otel_dl.recording.records import clock, to_epoch_ns
+from otel_dl.recording.records import clock
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -178,7 +178,7 @@ class JobRanks(Ranks):
     def _as_reported(self, wait: Wait) -> Verdict | None:
         """What was found moments ago: the store may end with the rank that hosts it and has waited in vain."""
         last = self._last
-        if last is None or not _is_same(last[0], wait) or time.time_ns() - last[1].at > _STILL_TRUE_NS:
+        if last is None or not _is_same(last[0], wait) or self._statuses.now() - last[1].at > _STILL_TRUE_NS:
             return None
         return last[1]
 
@@ -298,7 +298,7 @@ class JobRanks(Ranks):
                 # That of an attempt before this one tells nothing of it.
                 if published is not None:
                     found = Verdict.decode(published)
-                    if (wait.seq or found.at >= to_epoch_ns(wait.start)) and (
+                    if (wait.seq or found.at >= self._statuses.time(wait.start)) and (
                         found.missing is not None or round == _ROUNDS - 1
                     ):
                         return found
@@ -313,8 +313,8 @@ class JobRanks(Ranks):
             if store is not None:
                 self._statuses.find_neighbours(store)
             statuses = self._statuses.read_all(store, wait.group.ranks)
-            since = to_epoch_ns(wait.start)
-            found = judge(wait, self._statuses.rank, statuses, since, time.time_ns(), trouble)
+            since = self._statuses.time(wait.start)
+            found = judge(wait, self._statuses.rank, statuses, since, self._statuses.now(), trouble)
             if time.monotonic() >= until or self._is_shown(found, wait):
                 return found
             time.sleep(_LOOK_S)
@@ -328,7 +328,7 @@ class JobRanks(Ranks):
         return bool(found.missing or found.shapes) and all(one.reason != Reason.LATE for one in found.missing)
 
     def _unknown(self, why: str) -> Verdict:
-        return Verdict(time.time_ns(), self._statuses.rank, None, (), why)
+        return Verdict(self._statuses.now(), self._statuses.rank, None, (), why)
 
     def _explained(self, wait: Wait, waited: float, found: Verdict, error_type: str) -> Explained:
         rank, group = self._statuses.rank, wait.group

@@ -59,7 +59,8 @@ class RankStatus(NamedTuple):
 
     rank: int
     at: int
-    """Nanoseconds since the epoch, on its host's clock: when it said so, or when its page was read."""
+    """When it said so, or when its page was read: nanoseconds since the epoch on rank 0's clock, as all times here. 0:
+    how far its host's clock is off is not known, and so not how old this is."""
     pid: int
     step: int | None
     doing: str
@@ -122,7 +123,7 @@ class Finding(NamedTuple):
 
 class Verdict(NamedTuple):
     at: int
-    """Nanoseconds since the epoch, of the clock of rank `by`, who made it."""
+    """Nanoseconds since the epoch, on rank 0's clock."""
     by: int
     missing: tuple[Finding, ...] | None
     """None: nobody can know."""
@@ -183,8 +184,8 @@ class Verdict(NamedTuple):
 def judge(
     wait: Wait, by: int, statuses: Mapping[int, RankStatus], since: int, now: int, others_unknown: str = ""
 ) -> Verdict:
-    """Rank `by`, which is in `wait` since `since`, looks at the `statuses` at `now` (ns since the epoch, its clock; the
-    statuses' instants are corrected to it). `others_unknown`: why those can't be known that have no status."""
+    """Rank `by`, which is in `wait` since `since`, looks at the `statuses` at `now`. `others_unknown`: why those can't
+    be known that have no status."""
     if wait.name in (SpanName.SEND, SpanName.RECV):
         return Verdict(now, by, None, (by,), "of a transfer between two ranks only one side is seen")
     missing: list[Finding] = []
@@ -222,11 +223,12 @@ def judge(
                 missing.append(Finding(rank, Reason.DEAD, status.words(now)))
         elif status.life is Life.STOPPED:
             missing.append(Finding(rank, Reason.SILENT, status.words(now)))
-        elif not known and age > SILENT_NS:
+        elif not known and status.at and age > SILENT_NS:
             words = f"has given no sign of itself for {_seconds(age)}; {status.words(status.at, 'it was')}"
             missing.append(Finding(rank, Reason.SILENT, words))
         elif not known or has is None:
-            doubtful.append(f"what rank {rank} does now is not known (it has said nothing for {_seconds(age)})")
+            old = f"it has said nothing for {_seconds(age)}" if status.at else "nor how far its clock is off"
+            doubtful.append(f"what rank {rank} does now is not known ({old})")
         elif not has:
             busy = status.waits is not None or status.doing == SpanName.NEXT
             missing.append(Finding(rank, Reason.ELSEWHERE if busy else Reason.LATE, status.words(now)))
