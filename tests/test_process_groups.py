@@ -23,6 +23,7 @@ from torch.distributed import new_group as early_new_group
 from torch.distributed import new_subgroups as early_new_subgroups
 from torch.distributed.device_mesh import init_device_mesh as early_mesh
 
+from otel_dl.forensics import reader
 from otel_dl.patches.groups import group_of, known_groups
 from otel_dl.recording.ranks import Explained, Group, Ranks, Wait
 
@@ -563,6 +564,21 @@ def test_what_is_known_of_a_failure_stands_on_the_span() -> None:
     said = {name: span.attributes[name] for name in ("error.type", "rank_id", "dl.missing_ranks", "dl.group.size")}
     assert said == {"error.type": "GLOO_TIMEOUT", "rank_id": 0, "dl.missing_ranks": [1], "dl.group.size": 2}
     assert span.status.description.startswith("rank 1 did not come; ")
+
+
+def test_groups_that_are_made_anew_inherit_nothing_of_those_before(tmp_path: Path) -> None:
+    """Their names and numbers begin again: what was issued before the end would count as having come."""
+    with recording(directory=str(tmp_path)) as recorded:
+        init()
+        dist.barrier()
+        assert [latest.seq for latest in recorded.run.collectives.latest.values()] == [1]
+        dist.destroy_process_group()
+        init()
+        page = reader.decode(recorded.run.status.page)
+        assert page is not None
+        assert (recorded.run.collectives.latest, page.collective) == ({}, None)
+        dist.barrier()
+        assert [latest.seq for latest in recorded.run.collectives.latest.values()] == [1]
 
 
 def test_torchs_functions_are_its_own_again() -> None:

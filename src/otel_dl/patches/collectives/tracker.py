@@ -1,0 +1,312 @@
+"""What is issued and waited for, as the sources and the waits say it, turned into `Collective`s.
+
+No `Work` and no tensor is kept, but for the works of DDP's buckets, whose tensors DDP keeps, until the backward pass
+has ended. `Work.get_future().add_done_callback` would tell each end, but a process that ends while one is due dies of
+it (SIGABRT or SIGSEGV: gloo, torch 2.15).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from otel_dl.patches._patching import Patches
+from otel_dl.patches.collectives.ops import TRANSFERS, Op
+from otel_dl.patches.groups import ask, group_of
+from otel_dl.recording import context
+from otel_dl.recording.collectives import Bucket, Collective, Communicator, How
+from otel_dl.recording.lane import is_failure
+from otel_dl.recording.ranks import Group, Wait
+from otel_dl.recording.records import clock
+from otel_dl.semconv import SpanName
+
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+
+HOOK: Final = "hook"
+CALL: Final = "call"
+
+
+class Thread(threading.local):
+    """What a thread is in the middle of."""
+
+    depth = 0
+    """Public functions of c10d that it is in."""
+    waits = False
+    """Whether the innermost waits for what it issues."""
+    issued: list[Collective] | None = None
+    """What the innermost has issued."""
+    op: Op | None = None
+    """The object collective that it is in."""
+    around: Collective | None = None
+    """The span of that one, once it has issued something."""
+    began = 0
+    """When that one was called."""
+    bucket: Bucket | None = None
+    """The gradient bucket whose comm hook it runs."""
+    last: Collective | None = None
+    """What it is just issuing."""
+
+
+class Works:
+    """Which collective a `Work` of Python's is: by its identity while it lives, else by its number where that is
+    unique. Nothing is kept alive."""
+
+    MOST: Final = 1_024
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._known: dict[int, tuple[weakref.ref[Any], Collective]] = {}
+
+    def know(self, work: Any, collective: Collective) -> None:
+        known = self._known
+        if len(known) >= self.MOST:
+            for key, (reference, _) in list(known.items()):
+                if reference() is None:
+                    known.pop(key, None)
+            if len(known) >= self.MOST:
+                known.pop(next(iter(known), 0), None)
+        known[id(work)] = (weakref.ref(work), collective)
+        collective.watched = True
+
+    def take(self, work: Any) -> Collective | None:
+        """The collective of `work`, which is waited for; None where it isn't known for certain."""
+        entry = self._known.get(id(work))
+        if entry is not None and entry[0]() is work:
+            return entry[1]
+        outstanding = self._run.collectives.outstanding
+        if not outstanding:
+            return None
+        # None: a work that c10d or somebody else makes up in Python, or of before 2.8.
+        ticket = ask(work._get_sequence_number, None) if hasattr(work, "_get_sequence_number") else None
+        found = [collective for collective in list(outstanding.values()) if collective.ticket == ticket]
+        if len(found) != 1:
+            return None
+        self.know(work, found[0])  # waited for again, it must not be taken for another group's of that number
+        return found[0]
+
+
+class Tracker:
+    """Turns what hooks and calls say into `Collective`s."""
+
+    def __init__(self, run: Run, patches: Patches, source: str) -> None:
+        self.run = run
+        self.patches = patches
+        self.source = source
+        self.thread = Thread()
+        self.works = Works(run)
+        self.rounds = 0
+        """Backward passes so far."""
+        self.communicators: dict[str, tuple[weakref.ref[Any], Communicator]] = {}
+        self._buckets: list[tuple[Any, Collective]] = []
+        """Works of DDP's buckets in this backward pass that are not known to be complete."""
+        self._backwards = 0
+        """Backward passes that are under way, of any thread."""
+
+    # Groups.
+
+    def communicator(self, group: Any) -> Communicator:
+        """Of a `ProcessGroup`, which is not kept alive."""
+        name: str = group.group_name
+        known = self.communicators.get(name)
+        if known is not None and known[0]() is group:
+            return known[1]
+        for key, (reference, _) in list(self.communicators.items()):
+            if reference() is None:
+                self.communicators.pop(key, None)
+        reference = weakref.ref(group)
+
+        def sequence() -> int:
+            alive = reference()
+            if alive is None:
+                raise RuntimeError("the group is gone")
+            return alive._get_sequence_number_for_group()
+
+        size: int = group.size()
+
+        def describe() -> Group:
+            alive = reference()
+            found = group_of(alive) if alive is not None else None
+            return found or Group(name, tuple(range(size)), "", 0.0)  # torch knows it no more
+
+        made = Communicator(name, size, describe, sequence, transfers_before(group))
+        self.communicators[name] = (reference, made)
+        self.run.collectives.new_group()
+        return made
+
+    # What is issued.
+
+    def issue(self, communicator: Communicator, op: Op, tensors: Any, asynchronous: bool, root: Any = None) -> None:
+        thread = self.thread
+        thread.last = None
+        if not self.run.active or context.suppressed():
+            return
+        start = clock()
+        name, variant, place = op
+        size = _bytes(tensors) if tensors else 0
+        transfer = name in TRANSFERS
+        seq = communicator.number(transfer)
+        collectives = self.run.collectives
+        if thread.op is not None:
+            around = thread.around
+            if around is not None:
+                around.size += size
+                around.seq, around.ticket = seq, communicator.count + 1
+                thread.last = around
+                return
+            name, variant, place = thread.op
+            start = thread.began
+            asynchronous = False
+        elif transfer or self.source == CALL:
+            asynchronous = not thread.waits
+        collective = Collective(communicator, name, place, variant, self.source, size, start, asynchronous)
+        collective.seq, collective.ticket = seq, communicator.count + 1
+        bucket = thread.bucket
+        if bucket is not None:
+            collective.bucket, collective.bucket_index = bucket, bucket.index
+            bucket.sent += size
+            bucket.first = bucket.first or collective
+            bucket.last = collective
+        elif (
+            communicator.ddp and not thread.depth and self._backwards and asynchronous
+            and name == SpanName.ALL_REDUCE and tensors and _is_gradient(tensors[0])
+        ):  # fmt: skip
+            # DDP launches its buckets in the order of their indices (torch/csrc/distributed/c10d/reducer.cpp::
+            # mark_bucket_ready); beside them it reduces a map of the parameters that were used, of integers.
+            if communicator.bucket_round != self.rounds:
+                communicator.bucket_round, communicator.buckets = self.rounds, 0
+            collective.bucket_index, collective.watched = communicator.buckets, True
+            communicator.buckets += 1
+        collectives.issue(collective)
+        thread.last = collective
+        if thread.op is not None:
+            thread.around = collective
+        elif thread.issued is not None:
+            thread.issued.append(collective)
+        if self._buckets:
+            self.poll()
+
+    def issued(self, work: Callable[[], Any]) -> None:
+        """The call into the backend has come back, with this `Work`, or None where it has waited itself."""
+        collective, self.thread.last = self.thread.last, None
+        if collective is None:
+            return
+        now = collective.issued = clock()
+        bucket = collective.bucket
+        if bucket is not None:
+            bucket.inside += now - collective.start
+        if collective.bucket_index >= 0 and bucket is None and len(self._buckets) < Works.MOST:
+            self._buckets.append((work(), collective))
+
+    def poll(self) -> None:
+        """Looks which of DDP's buckets are complete."""
+        left = [(work, collective) for work, collective in self._buckets if not self._is_complete(work, collective)]
+        self._buckets = left
+
+    def _is_complete(self, work: Any, collective: Collective) -> bool:
+        if work is None:
+            return True
+        if not work.is_completed():
+            return False
+        self.run.collectives.complete(collective, How.POLL)
+        return True
+
+    # What is called.
+
+    def enter(self, waits: bool) -> tuple[bool, list[Collective] | None]:
+        thread = self.thread
+        state = (thread.waits, thread.issued)
+        thread.depth += 1
+        thread.waits, thread.issued = waits, []
+        return state
+
+    def leave(self, state: tuple[bool, list[Collective] | None]) -> list[Collective]:
+        thread = self.thread
+        thread.depth -= 1
+        issued = thread.issued or []
+        thread.waits, thread.issued = state
+        return issued
+
+    def returned(self, issued: list[Collective], result: Any) -> None:
+        """A public function has returned `result`: what it waited for is complete."""
+        now = 0
+        for collective in issued:
+            if collective.asynchronous:
+                if result is not None and len(issued) == 1 and hasattr(result, "get_future"):
+                    self.works.know(result, collective)
+                continue
+            now = now or clock()
+            self.waited(collective, collective.issued or now, now)
+
+    def waited(self, collective: Collective, since: int, now: int) -> None:
+        collective.waited += now - since
+        if collective.bucket is not None:
+            collective.bucket.inside += now - since
+        self.run.collectives.complete(collective, How.WAIT, now)
+
+    def raised(self, error: BaseException, issued: list[Collective]) -> None:
+        if issued and is_failure(error):
+            self.run.collectives.fail(error, issued[-1])
+
+    # Backward passes.
+
+    def begin_backward(self) -> None:
+        if not self._backwards:
+            self.rounds += 1
+        self._backwards += 1
+
+    def end_backward(self) -> None:
+        self._backwards = max(0, self._backwards - 1)
+        if self._buckets and not self._backwards:
+            self._buckets = []
+            self.run.collectives.phase_over()
+
+    def fail_backward(self, error: BaseException, start: int) -> None:
+        if not is_failure(error):
+            return
+
+        def wait() -> Wait | None:
+            """Where the buckets are not seen: the last that was issued in DDP's group."""
+            for reference, communicator in list(self.communicators.values()):
+                if communicator.ddp and reference() is not None:
+                    communicator.number(True)
+                    seq = communicator.count - communicator.transfers
+                    return Wait(SpanName.ALL_REDUCE, communicator.describe(), seq, start)
+            return None
+
+        self.run.collectives.fail_backward(error, start, wait)
+
+
+def _bytes(tensors: Any) -> int:
+    """0 where they are none: torch is about to refuse them."""
+    return ask(lambda: sum(tensor.numel() * tensor.element_size() for tensor in tensors), 0)
+
+
+def _is_gradient(tensor: Any) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def native_c10d() -> Any:
+    return importlib.import_module("torch._C._distributed_c10d")
+
+
+def transfers_before(group: Any) -> int:
+    """Of a group that was there before us: how many of what it has counted were transfers, as far as the Flight
+    Recorder (2.8+) can tell."""
+    try:
+        count: int = group._get_sequence_number_for_group()
+    except RuntimeError:
+        return 0
+    dump = getattr(native_c10d(), "_dump_fr_trace_json", None)
+    if not count or dump is None:
+        return 0
+    try:
+        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    except (RuntimeError, ValueError):
+        return 0
+    seqs = [entry["collective_seq_id"] for entry in entries if entry.get("process_group", [""])[0] == group.group_name]
+    return count - max(seqs) if seqs else 0
