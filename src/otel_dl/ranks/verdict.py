@@ -7,6 +7,7 @@ a list that lacks a name is as wrong as one with a name too many.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -126,7 +127,7 @@ class Verdict(NamedTuple):
     """Nanoseconds since the epoch, on rank 0's clock."""
     by: int
     missing: tuple[Finding, ...] | None
-    """None: nobody can know."""
+    """By rank. None: nobody can know."""
     arrived: tuple[int, ...]
     why: str
     """Why nobody can know, or what is peculiar where nobody is missing."""
@@ -134,15 +135,30 @@ class Verdict(NamedTuple):
     """Where ranks issued what does not fit together under this number: what, and who."""
 
     def encode(self) -> str:
-        return json.dumps(self, separators=(",", ":"))
+        """Every waiting rank reads it: ranks are ranges, and words are those that are told alone."""
+        named: Sequence[Finding] | None = None
+        more: dict[str, list[int]] = {}
+        if self.missing is not None:
+            named = self.missing[:NAMED]
+            for one in self.missing[NAMED:]:
+                more.setdefault(one.reason, []).append(one.rank)
+        said = (
+            self.at, self.by, named, {reason: _packed(who) for reason, who in more.items()}, _packed(self.arrived),
+            self.why, [(what, _packed(who)) for what, who in self.shapes],
+        )  # fmt: skip
+        return json.dumps(said, separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: bytes) -> Verdict:
-        """Raises ValueError or TypeError where it is none."""
-        at, by, missing, arrived, why, shapes = json.loads(text)
+        """Of the ranks missing all but the first NAMED have lost their words. Raises ValueError or TypeError where it is
+        none."""
+        at, by, named, more, arrived, why, shapes = json.loads(text)
+        missing: tuple[Finding, ...] | None = None
+        if named is not None:
+            others = (Finding(rank, reason, "") for reason, who in more.items() for rank in _unpacked(who))
+            missing = (*map(Finding._make, named), *sorted(others))
         return cls(
-            at, by, None if missing is None else tuple(Finding._make(one) for one in missing), tuple(arrived), why,
-            tuple((what, tuple(who)) for what, who in shapes),
+            at, by, missing, _unpacked(arrived), why, tuple((what, _unpacked(who)) for what, who in shapes)
         )  # fmt: skip
 
     def seen_by(self, rank: int) -> tuple[Finding, ...] | None:
@@ -194,7 +210,7 @@ def judge(
     doubtful: list[str] = []
     own = _shape(wait.name, wait.size)
     shapes: dict[str, list[int]] = {own: [by]}
-    for rank in wait.group.ranks:
+    for rank in sorted(wait.group.ranks):
         status = statuses.get(rank)
         if rank == by:
             arrived.append(rank)
@@ -277,6 +293,18 @@ def describe(name: str, group: str, seq: int) -> str:
         return operation
     number = f" {seq}" if seq else ""
     return f"{operation}{number} of {'the default group' if group == '0' else f'group {group}'}"
+
+
+def _packed(ranks: Sequence[int]) -> str:
+    return ranges(ranks, len(ranks), sys.maxsize)
+
+
+def _unpacked(text: str) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
