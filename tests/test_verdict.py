@@ -78,13 +78,13 @@ def _seen(found: Verdict) -> list[tuple[int, str]] | None:
 def test_one_unknown_makes_the_whole_list_unknown() -> None:
     found = judge(WAIT, 0, {1: before(1), 3: waits(3)}, SINCE, NOW)
     assert found.missing is None
-    assert "rank 2 has given no sign" in found.words(WAIT, 0)
+    assert "rank 2 has given no sign" in found.words(0)
 
 
 def test_a_store_that_is_gone_makes_the_list_unknown() -> None:
     found = judge(WAIT, 0, {}, SINCE, NOW, "the job's store is gone")
     assert found.missing is None
-    assert found.words(WAIT, 0).endswith("is not known: the job's store is gone")
+    assert found.words(0).endswith("is not known: the job's store is gone")
 
 
 def test_a_rank_that_never_started_is_missing_at_init() -> None:
@@ -103,10 +103,7 @@ def test_ranks_that_do_not_fit_together_are_missing_to_each_other() -> None:
 def test_the_words() -> None:
     data = before(2, doing="dataloader.next", since=NOW - 93 * S)
     found = judge(WAIT, 0, {1: waits(1), 2: data, 3: waits(3)}, SINCE, NOW)
-    assert found.words(WAIT, 0) == (
-        "ranks 0-1,3 wait in all_reduce 431 of the default group; rank 2 has been in dataloader.next at step 87 for"
-        " 93 s (train.py:41)"
-    )
+    assert found.words(0) == ("so have ranks 1,3; rank 2 has been in dataloader.next at step 87 for 93 s (train.py:41)")
 
 
 def test_of_many_missing_ranks_some_are_told() -> None:
@@ -115,7 +112,7 @@ def test_of_many_missing_ranks_some_are_told() -> None:
     told = attributes(found.seen_by(0))
     assert len(told["dl.missing_ranks"]) == len(told["dl.missing.reason"]) == 64
     assert told["dl.missing_ranks.count"] == 99
-    assert "91 more (91 late)" in found.words(wide, 0)
+    assert "91 more (91 late)" in found.words(0)
 
 
 @pytest.mark.parametrize("status", [before(2), waits(3, life=Life.DEAD, end="SIGTERM")])
@@ -133,7 +130,7 @@ def test_a_verdict_over_ten_thousand_ranks_survives_its_way_and_is_small(late: t
     found = Verdict.decode(said)
     assert found.arrived == made.arrived
     assert _seen(found) == _seen(made) == [(rank, "late") for rank in late]
-    assert found.words(wide, 0) == made.words(wide, 0)
+    assert found.words(0) == made.words(0)
     assert attributes(found.seen_by(0)) == attributes(made.seen_by(0))
 
 

@@ -335,7 +335,7 @@ class JobRanks(Ranks):
         limit = f" (its limit is {group.limit_s:g} s)" if group.limit_s else ""
         words = (
             f"rank {rank} has waited {waited:.1f} s{limit} in {describe(wait.name, group.id, wait.seq)}"
-            f" ({group.backend}, {len(group.ranks)} ranks): {found.words(wait, rank)}"
+            f" ({group.backend}, {len(group.ranks)} ranks): {found.words(rank)}"
         )
         identity = self._run.identity
         named = self._names.get(group.id) or nccl_uid(None, group, identity.run, identity.attempt)

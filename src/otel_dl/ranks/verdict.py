@@ -174,13 +174,13 @@ class Verdict(NamedTuple):
         )
         return tuple(sorted(self.missing + others))
 
-    def words(self, wait: Wait, rank: int) -> str:
-        """ "ranks 0-1,3 wait in all_reduce 431 of the default group; rank 2 …", for `rank`."""
+    def words(self, rank: int) -> str:
+        """ "so have ranks 1,3; rank 2 has been in dataloader.next …", for `rank`, which has waited."""
         missing = self.seen_by(rank)
         told: list[str] = []
-        what = describe(wait.name, wait.group.id, wait.seq)
-        here = sorted({*self.arrived, rank} - {one.rank for one in missing or ()})
-        told.append(f"{_ranks(here)} {'waits' if len(here) == 1 else 'wait'} in {what}")
+        others = sorted({*self.arrived} - {rank} - {one.rank for one in missing or ()})
+        if others:
+            told.append(f"so {'has' if len(others) == 1 else 'have'} {_ranks(others)}")
         if missing is None:
             told.append(f"which ranks are missing is not known: {self.why}")
         else:
