@@ -131,6 +131,7 @@ places = pytest.mark.parametrize(
 
 
 ALL_TARGETS = {
+    "collectives",
     "forward",
     "backward",
     "zero_grad",

@@ -44,6 +44,27 @@ def test_many_keys_of_which_some_are_missing(store: JobStore) -> None:
     assert found[9] == b"9"
 
 
+def test_few_messages_for_many_keys_however_many_are_missing(server: Any) -> None:
+    sent: list[int] = []
+
+    class Counting(JobStore):
+        def _send(self, query: int, *parts: bytes) -> None:
+            sent.append(query)
+            super()._send(query, *parts)
+
+    store = Counting(("127.0.0.1", server.port), "otel_dl/0/")
+    keys = [f"status/{number}" for number in range(2_500)]
+    for key in keys[::3]:
+        store.set(key, key)
+    sent.clear()
+    expected = [None if number % 3 else key.encode() for number, key in enumerate(keys)]
+    assert store.get_many(keys) == expected
+    assert len(sent) == 9
+    sent.clear()
+    assert store.get_many(keys[1:3]) == [None, None]
+    assert len(sent) == 1
+
+
 def test_what_is_appended_stands_behind_what_was_there(store: JobStore) -> None:
     store.append("log", "1;")
     store.append("log", "2;")
@@ -113,6 +134,7 @@ def test_a_large_value_and_many_keys(server: Any, store: JobStore) -> None:
 
 def test_what_torch_wrote_is_read_and_torch_reads_what_we_wrote(server: Any, store: JobStore) -> None:
     server.set("of torch", "1")
+    assert server.get("of torch") == b"1"  # a `set` has no answer: now it has arrived
     assert store.get_from_elsewhere("of torch") == b"1"
     assert store.get_from_elsewhere("nothing") is None
     assert server.add("otel_dl/0/counter", 2) == store.add("counter", 0) == 2
@@ -128,6 +150,7 @@ def test_both_kinds_of_server(libuv: bool) -> None:
     assert store.get("log") == b"1"
     assert not store.wait("nothing", 0.05)
     assert store.add("n") == 1
+    assert store.get_many([*("missing" for _ in range(999)), "log"])[-2:] == [None, b"1"]
 
 
 def test_a_script_that_closes_what_it_does_not_know(server: Any, store: JobStore, tmp_path: Path) -> None:

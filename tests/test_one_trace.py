@@ -180,10 +180,26 @@ def test_a_restart_is_linked_to_the_run_before(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_of_ten_thousand_steps_what_counts_is_kept_and_by_all(tmp_path: Path) -> None:
     steps, slow = 10_000, 6_000
-    found = job(tmp_path, 2, str(steps), "pause=0.004", f"slow={slow}:1:1.0", timeout=400, **RARELY)
+    found = job(
+        tmp_path, 2, str(steps), "pause=0.004", f"slow={slow}:1:1.0", f"absent={steps - 1}:1:6", timeout=400, **RARELY
+    )
     assert validate(found.spans) == []
     assert set(reasons(found.steps[slow]).values()) == {"slow"}
+    last = found.steps[steps - 1]
+    assert reasons(last) == {0: "error", 1: "error"}
+    assert last[0].attributes["error.type"] == "GLOO_TIMEOUT"
+    (timed_out,) = [
+        span for span in found.named("dist.all_reduce") if span.attributes.get("error.type") == "GLOO_TIMEOUT"
+    ]
+    assert timed_out.trace_id == last[0].trace_id
+    assert (timed_out.attributes["rank_id"], timed_out.attributes["dl.missing_ranks"]) == (0, [1])
+    for step in (found.steps[slow], last):
+        for span in step.values():
+            inside = {
+                each.name for each in found.spans if each.trace_id == span.trace_id and each.resource == span.resource
+            }
+            assert {"dataloader.next", "forward", "backward", "dist.all_reduce"} <= inside
     last_seconds = steps - int(2 * steps / found.seconds) - 1
     alone = {number for number, step in found.steps.items() if len(step) < 2 and number < last_seconds}
     assert alone == set()
-    assert len(found.steps) - 1 <= steps * 0.005
+    assert len(found.steps) - 2 <= steps * 0.005

@@ -290,11 +290,30 @@ class TestArrivedLast:
             job.ranks[rank].span("dist.all_reduce", trace, start, end, step, error__type="GLOO_TIMEOUT", **said)
         assert [(each.rank, each.late_ns) for each in job.arrivals(tmp_path).steps] == [(1, 20 * MS)]
 
-    def test_a_phase_is_not_named_where_the_numbers_show_none(self, tmp_path: Path) -> None:
-        """The time was lost after the last collective of the former step."""
+    @pytest.mark.parametrize(("lost_in", "named"), [("optimizer.step", "optimizer.step"), (OUTSIDE + "0", OUTSIDE)])
+    def test_what_is_lost_after_the_last_collective_of_a_step_makes_the_rank_late_in_the_next(
+        self, tmp_path: Path, lost_in: str, named: str
+    ) -> None:
         job = Job()
         job.step(0)
-        job.step(1, {(2, "optimizer.step"): 50})
+        job.step(1, {(1, "forward"): 50, (2, lost_in): 80})
+        job.step(2)
+        steps = {each.step: (each.rank, each.longer) for each in job.arrivals(tmp_path).steps}
+        assert steps[1] == (1, "forward")
+        assert steps[2] == (2, named)
+
+    def test_a_rank_is_not_late_for_what_it_lost_after_the_last_collective(self, tmp_path: Path) -> None:
+        job = Job()
+        job.step(0, {(2, "forward"): 50, (2, "optimizer.step"): 80})
+        (arrival,) = job.arrivals(tmp_path).steps
+        assert (arrival.rank, arrival.longer) == (2, "forward")
+
+    @pytest.mark.parametrize("kept", [[], [2], [0, 1, 3]])
+    def test_a_phase_is_not_named_where_the_numbers_show_none(self, tmp_path: Path, kept: list[int]) -> None:
+        """The time was lost in a step that is not there of all ranks."""
+        job = Job()
+        job.step(0)
+        job.step(1, {(2, "optimizer.step"): 50}, kept=kept)
         job.step(2)
         summary = job.summary(tmp_path)
         arrival = next(each for each in summary.arrivals.steps if each.step == 2)

@@ -148,6 +148,11 @@ class TestExporterSink:
         assert sink.flush(soon())
         assert max(sizes) <= 512
 
+    def test_64_spans_do_not_wait_for_others(self, hanging: Hanging) -> None:
+        sink = ExporterSink(lambda: hanging, 16_384, "test", delay=60)
+        sink.offer(spans(64))
+        assert hanging.began.wait(20)
+
     def test_the_export_runs_with_instrumentation_suppressed(self) -> None:
         exporter = Remembering()
         sink = sink_for(exporter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import pickle
 import pickletools
@@ -371,3 +372,53 @@ def test_what_torch_makes_of_a_model_is_the_same(use: Callable[[nn.Module], Any]
     without = use(model)
     with recording():
         assert use(model) == without
+
+
+@pytest.fixture
+def near() -> Iterator[None]:
+    """Automatic collection is on, and a full one is near, as after torch has been imported."""
+    gc.collect()
+    for _ in range(gc.get_threshold()[2]):
+        gc.collect(1)
+    yield
+    gc.enable()
+
+
+@pytest.mark.skipif(gc.get_threshold()[2] == 0, reason="this Python has no collection of all at once")
+@pytest.mark.usefixtures("near")
+class TestGarbageCollection:
+    def full_in_steps(self) -> list[int]:
+        """In which of five steps there was a full collection."""
+        found: list[int] = []
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        number = 0
+
+        def collected(phase: str, info: dict[str, int]) -> None:
+            if phase == "start" and info["generation"] == 2:
+                found.append(number)
+
+        gc.callbacks.append(collected)
+        try:
+            while number < 5:
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                number += 1
+        finally:
+            gc.callbacks.remove(collected)
+        return found
+
+    def test_one_that_is_near_comes_in_the_first_step(self) -> None:
+        with recording():
+            assert self.full_in_steps() == [0]
+
+    def test_one_that_is_far_does_not(self) -> None:
+        gc.collect()
+        with recording():
+            assert self.full_in_steps() == []
+
+    def test_one_who_collects_by_hand_is_left_alone(self) -> None:
+        gc.disable()
+        with recording():
+            assert self.full_in_steps() == []

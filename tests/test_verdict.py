@@ -56,6 +56,8 @@ CASES = {
     "an old status, not old enough": (before(2, at=NOW - 5 * S // 2), None),
     "a status from before the wait": (before(2, at=SINCE - S), [(2, "silent")]),
     "only another group's latest is known": (before(2, latest="3", life=Life.RUNS), None),
+    "on a host whose clock is not known": (before(2, at=0), None),
+    "ended on such a host, before": (before(2, at=0, end="ValueError"), [(2, "dead")]),
     "ended, and what it had issued is not known": (says(2, None, latest="3", life=Life.DEAD, end="SIGTERM"), None),
 }
 
@@ -119,3 +121,29 @@ def test_of_many_missing_ranks_some_are_told() -> None:
 @pytest.mark.parametrize("status", [before(2), waits(3, life=Life.DEAD, end="SIGTERM")])
 def test_a_status_survives_its_way_through_the_store(status: RankStatus) -> None:
     assert RankStatus.decode(status.encode().encode()) == status
+
+
+@pytest.mark.parametrize("late", [(), (3,), tuple(range(1, 10_000, 2)), tuple(range(1, 10_000))])
+def test_a_verdict_over_ten_thousand_ranks_survives_its_way_and_is_small(late: tuple[int, ...]) -> None:
+    wide = WAIT._replace(group=GROUP._replace(ranks=tuple(range(10_000))))
+    statuses = {rank: waits(rank) for rank in range(10_000)} | {rank: before(rank) for rank in late}
+    made = judge(wide, 0, statuses, SINCE, NOW)
+    said = made.encode().encode()
+    assert len(said) < (1_000 if len(late) in (0, 1) else 60_000)
+    found = Verdict.decode(said)
+    assert found.arrived == made.arrived
+    assert _seen(found) == _seen(made) == [(rank, "late") for rank in late]
+    assert found.words(wide, 0) == made.words(wide, 0)
+    assert attributes(found.seen_by(0)) == attributes(made.seen_by(0))
+
+
+def test_a_verdict_that_nobody_can_make_survives_its_way() -> None:
+    made = judge(WAIT, 0, {}, SINCE, NOW)
+    assert made.missing is None
+    assert Verdict.decode(made.encode().encode()) == made
+
+
+def test_ranks_are_told_in_order_however_their_group_has_them() -> None:
+    turned = WAIT._replace(group=GROUP._replace(ranks=(3, 2, 1, 0)))
+    found = judge(turned, 0, {rank: before(rank) for rank in (1, 2, 3)}, SINCE, NOW)
+    assert _seen(Verdict.decode(found.encode().encode())) == [(1, "late"), (2, "late"), (3, "late")]

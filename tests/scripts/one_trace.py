@@ -3,7 +3,8 @@
 `pause=S` in each step; `slow=STEP:RANK:S`: that rank sleeps so long in that step; `late=RANK:STEP`: it switches otel-dl
 on only then;
 `store=PATH`: a FileStore; `init=2`: joins twice; `before=N`: trains so many steps before it joins; `die=STEP:RANK`:
-exits with 1 in the first attempt; `fail=STEP:RANK`: an exception that the script catches.
+exits with 1 in the first attempt; `fail=STEP:RANK`: an exception that the script catches; `absent=STEP:RANK:S`: the
+process group's limit is S seconds, and that rank does not come to that step's collective in time, which ends the job.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 
 import otel_dl
 
@@ -42,6 +44,7 @@ def option(name: str) -> list[float]:
 slow_step, slow_rank, slow_s = option("slow")
 fail_step, fail_rank = option("fail")[:2]
 die_step, die_rank = option("die")[:2]
+absent_step, absent_rank, limit = option("absent")
 began = time.monotonic()
 late_rank, late_step = option("late")[:2]
 pause = float(options.get("pause", 0))
@@ -63,6 +66,8 @@ def train(count: int, together: bool) -> None:
             if (number, rank) == (fail_step, fail_rank):
                 with contextlib.suppress(RuntimeError):
                     model(torch.randn(1, 5))
+            if (number, rank) == (absent_step, absent_rank):
+                time.sleep(limit + 2)
             dist.all_reduce(model.weight.grad)
         optimizer.step()
 
@@ -71,7 +76,7 @@ def join() -> None:
     if "store" in options:
         dist.init_process_group("gloo", store=dist.FileStore(options["store"], world), rank=rank, world_size=world)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=limit) if limit else None)
 
 
 if late_step >= 0 and rank != late_rank:
@@ -82,7 +87,10 @@ for _ in range(int(options.get("init", 1)) - 1):
     train(5, together=True)
     dist.destroy_process_group()
 join()
-train(steps, together=True)
-dist.barrier()
-dist.destroy_process_group()
+try:
+    train(steps, together=True)
+    dist.barrier()
+    dist.destroy_process_group()
+except RuntimeError as error:
+    print("\n".join((str(error), *getattr(error, "__notes__", ()))), file=sys.stderr)
 print(json.dumps({"rank": rank, "attempt": attempt, "seconds": time.monotonic() - began}), flush=True)

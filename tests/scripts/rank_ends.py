@@ -74,7 +74,9 @@ def train(torch: Any, dist: Any, rank: int, scenario: str, at: str, guilty: bool
 
 def misbehave(torch: Any, dist: Any, scenario: str, limit: float, diary: str, rank: int) -> None:
     note(diary, rank, "event")
-    if scenario == "sleeps":
+    if scenario == "store goes":
+        os.kill(int(os.environ["STORE_PID"]), signal.SIGKILL)
+    if scenario in ("sleeps", "store goes"):
         time.sleep(limit + 3)
     elif scenario == "late":
         time.sleep(limit * 0.6)
@@ -122,7 +124,10 @@ if __name__ == "__main__":
     arguments = (sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
     if os.environ.get("WITHOUT_OTEL_DL") is None:
         import otel_dl
+        from otel_dl.ranks import statuses
 
+        if os.environ.get("OWN_HOSTS") is not None:
+            statuses.neighbourhood = lambda: f"host of rank {os.environ['RANK']}"
         otel_dl.instrument()
     if len(sys.argv) > 6:
         import torch.multiprocessing

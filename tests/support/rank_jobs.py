@@ -18,7 +18,6 @@ from support.children import environment, free_port
 from otel_dl.viewing.reading import Reading, Span, read_spans
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "rank_ends.py"
-STARTERS = ("processes", "torchrun", "spawn")
 
 
 class Case(NamedTuple):
@@ -80,9 +79,12 @@ def run(case: Case, directory: Path, timeout: float = 150) -> Outcome:
             "WORLD_SIZE": str(case.world),
         }
     )
+    store = _store(env) if case.scenario == "store goes" else None
     arguments = [str(SCRIPT), case.scenario, case.at, str(case.who), str(case.limit), str(diary)]
     log = (directory / "log").open("w+")
-    if case.starter == "processes":
+    if case.starter == "hosts":
+        env["OWN_HOSTS"] = "1"  # each rank takes itself for the only one of its host
+    if case.starter in ("processes", "hosts"):
         commands = [([sys.executable, *arguments], {**env, "RANK": str(rank)}) for rank in range(case.world)]
     elif case.starter == "torchrun":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case.world)]
@@ -91,6 +93,9 @@ def run(case: Case, directory: Path, timeout: float = 150) -> Outcome:
         commands = [([sys.executable, *arguments, str(case.world)], env)]
     jobs = [subprocess.Popen(command, env=env, stdout=log, stderr=log) for command, env in commands]
     _wait(case, jobs, diary, timeout)
+    if store is not None:
+        store.kill()
+        store.communicate()
     log.seek(0)
     output = log.read()
     log.close()
@@ -105,8 +110,25 @@ def run(case: Case, directory: Path, timeout: float = 150) -> Outcome:
         [names for span in spans if "error.type" in span.attributes and (names := _missing(span)) is not None],
         spans,
         output,
-        {rank: job.returncode for rank, job in enumerate(jobs)} if case.starter == "processes" else {},
+        {rank: job.returncode for rank, job in enumerate(jobs)} if case.starter in ("processes", "hosts") else {},
     )
+
+
+def _store(env: dict[str, str]) -> subprocess.Popen[str]:
+    """The job's store in a process of its own, as torchrun's agent has it."""
+    script = f"""if True:
+        import sys, torch.distributed as dist
+        store = dist.TCPStore("127.0.0.1", {env["MASTER_PORT"]}, None, is_master=True, wait_for_workers=False)
+        print("ready", flush=True)
+        sys.stdin.read()
+        """
+    store = subprocess.Popen(
+        [sys.executable, "-c", script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert store.stdout is not None
+    assert store.stdout.readline() == "ready\n"
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "STORE_PID": str(store.pid)}
+    return store
 
 
 def _wait(case: Case, jobs: list[subprocess.Popen[bytes]], diary: Path, timeout: float) -> None:

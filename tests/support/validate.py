@@ -116,7 +116,7 @@ def _words(span: Span) -> Iterator[str]:
     for known in ATTRIBUTES:
         if known.built and _belongs(known, span) and known.name not in span.attributes:
             yield f"{known.name} is missing"
-    if ("error.type" in span.attributes) != span.failed:
+    if ("error.type" in span.attributes) != span.failed and span.name != SpanName.STALL:  # it may get over it
         yield "error.type and the status disagree"
     if is_first(span):
         yield from _first(span)
@@ -192,6 +192,11 @@ def _first_ids(span: Span) -> Iterator[str]:
     elif span.name == SpanName.STARTUP:
         trace_id = digest(run, "run") if not span.parent_id else span.trace_id
         span_id = digest(run, "run", rank)[:16]
+    elif span.name == SpanName.STALL:
+        pid = span.resource.get("process.pid")
+        found = [ids for n in _ORDINALS if (ids := digest(run, "stall", rank, pid, n)) == span.trace_id]
+        trace_id = found[0] if found else "one of a stall"
+        span_id = trace_id[:16]
     elif span.name == SpanName.EVAL:
         found = [ids for n in _EVALUATIONS if (ids := digest(run, "eval", rank, n)) == span.trace_id]
         trace_id = found[0] if found else "one of an evaluation"
@@ -202,7 +207,7 @@ def _first_ids(span: Span) -> Iterator[str]:
         yield f"its trace id is not {trace_id}"
     if span.span_id != span_id:
         yield f"its span id is not {span_id}"
-    if span.parent_id and span.name == SpanName.EVAL:
+    if span.parent_id and span.name in (SpanName.EVAL, SpanName.STALL):
         yield "it has a parent"
 
 

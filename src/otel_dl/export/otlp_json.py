@@ -34,40 +34,44 @@ def encode(spans: Sequence[ReadableSpan]) -> bytes:
     Spans are grouped by resource and scope. A character that UTF-8 cannot hold (a lone surrogate) becomes `?`, an
     attribute whose type OTLP does not have is left out and logged at level DEBUG.
     """
-    groups: dict[Resource, dict[InstrumentationScope | None, list[Json]]] = {}
+    groups: dict[Resource, dict[InstrumentationScope | None, list[str]]] = {}
     # Hashing a resource serialises it, so spans of one resource object share the look-up.
-    known: dict[tuple[int, int], list[Json]] = {}
+    known: dict[tuple[int, int], list[str]] = {}
     for span in spans:
         key = (id(span.resource), id(span.instrumentation_scope))
         group = known.get(key)
         if group is None:
             scopes = groups.setdefault(span.resource, {})
             group = known[key] = scopes.setdefault(span.instrumentation_scope, [])
-        group.append(_span(span))
-    request = {"resourceSpans": [_resource_spans(resource, scopes) for resource, scopes in groups.items()]}
-    return _encoder.encode(request).encode("utf-8", errors="replace")
+        # Each by itself: a batch as one object is 20,000 containers, enough for the garbage collector to go through
+        # all that the process has, and training waits for that.
+        group.append(_encoder.encode(_span(span)))
+    return _with({}, "resourceSpans", map(_resource_spans, groups, groups.values())).encode("utf-8", errors="replace")
 
 
-def _resource_spans(resource: Resource, scopes: Mapping[InstrumentationScope | None, list[Json]]) -> Json:
-    encoded: Json = {
-        "resource": _with_attributes({}, resource.attributes),
-        "scopeSpans": [_scope_spans(scope, spans) for scope, spans in scopes.items()],
-    }
+def _with(encoded: Json, name: str, members: Iterable[str]) -> str:
+    """`encoded` as text, with an array of what is text already."""
+    before = _encoder.encode(encoded)[:-1]
+    return f'{before}{"," if encoded else ""}"{name}":[{",".join(members)}]}}'
+
+
+def _resource_spans(resource: Resource, scopes: Mapping[InstrumentationScope | None, list[str]]) -> str:
+    encoded: Json = {"resource": _with_attributes({}, resource.attributes)}
     if resource.schema_url:
         encoded["schemaUrl"] = resource.schema_url
-    return encoded
+    return _with(encoded, "scopeSpans", map(_scope_spans, scopes, scopes.values()))
 
 
-def _scope_spans(scope: InstrumentationScope | None, spans: list[Json]) -> Json:
+def _scope_spans(scope: InstrumentationScope | None, spans: list[str]) -> str:
     if scope is None:
-        return {"scope": {}, "spans": spans}
+        return _with({"scope": {}}, "spans", spans)
     name: Json = {"name": scope.name}
     if scope.version:
         name["version"] = scope.version
-    encoded: Json = {"scope": _with_attributes(name, scope.attributes), "spans": spans}
+    encoded: Json = {"scope": _with_attributes(name, scope.attributes)}
     if scope.schema_url:
         encoded["schemaUrl"] = scope.schema_url
-    return encoded
+    return _with(encoded, "spans", spans)
 
 
 def _span(span: ReadableSpan) -> Json:

@@ -28,6 +28,9 @@ from otel_dl.log import logger
 
 BATCH: Final = 512
 """Spans of one export at most, unless OTEL_BSP_MAX_EXPORT_BATCH_SIZE says otherwise."""
+ENOUGH: Final = 64
+"""So many do not wait for others. Each is four or five objects: with 700 new ones (the default of `gc.set_threshold`)
+the garbage collector begins, and now and then goes through all that the process has (0.2 s with torch)."""
 LOADING_S: Final = 2.0
 """How long an exporter may take to be imported and made before nobody waits for it any longer."""
 DELAY: Final = 1.0
@@ -67,6 +70,7 @@ class QueueSink(ABC):
     def __init__(self, capacity: int, batch: int = BATCH, delay: float = DELAY) -> None:
         self._capacity = capacity
         self._batch = min(batch, capacity)
+        self._enough = min(self._batch, ENOUGH)
         self._delay = delay
         self._begin()
 
@@ -157,7 +161,7 @@ class QueueSink(ABC):
             after = len(self._fresh)
             if self._thread is None:
                 self._start()
-        if before == 0 or before < self._batch <= after:
+        if before == 0 or before < self._enough <= after:
             self._bell.put(None)
         if first_drop:
             logger.warning(
@@ -295,7 +299,7 @@ class QueueSink(ABC):
             if not (self._fresh or self._failed):
                 self._finish_flush()
                 self._wait(None, lambda: bool(self._fresh))
-                self._wait(self._delay, lambda: len(self._fresh) >= self._batch or self._hurried())
+                self._wait(self._delay, lambda: len(self._fresh) >= self._enough or self._hurried())
                 continue
             room = self._room()
             if room <= 0:
@@ -329,7 +333,7 @@ class QueueSink(ABC):
         if not taken:
             self._pause()
         elif not self._failed:
-            self._wait(self._delay, lambda: len(self._fresh) >= self._batch or self._hurried() or not self._fresh)
+            self._wait(self._delay, lambda: len(self._fresh) >= self._enough or self._hurried() or not self._fresh)
 
     def _keep(self, batch: _Batch) -> None:
         if batch.exported_then is not None and self.exported > batch.exported_then:

@@ -26,7 +26,7 @@ from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.ranks.verdict import Reason, Verdict, describe, judge
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
-from otel_dl.recording.records import clock, to_epoch_ns
+from otel_dl.recording.records import clock
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -44,6 +44,8 @@ LAST_S: Final = 1.0
 _STILL_TRUE_NS: Final = 3_000_000_000
 """So old may a report be that stands for what can't be found out any more."""
 _LAST_WORDS_S: Final = 0.25
+
+_GONE: Final = (Reason.DEAD, Reason.SILENT)
 
 _PEER_LOST: Final = re.compile(
     r"Connection (closed|reset|refused) by peer|Connection reset|Broken pipe|Read timeout|remote process exited"
@@ -161,7 +163,7 @@ class JobRanks(Ranks):
             found = self._as_reported(wait) or found
         names = found.seen_by(self._statuses.rank)
         lost = bool(_PEER_LOST.search(str(error)))
-        gone = any(one.reason in (Reason.DEAD, Reason.SILENT) for one in names or ())
+        gone = any(one.reason in _GONE for one in names or ())
         misfit = any(one.reason == Reason.MISMATCH for one in names or ())
         if not (timed_out or lost or gone or misfit):
             return None  # of this rank alone; that others are late just now is no reason
@@ -176,7 +178,7 @@ class JobRanks(Ranks):
     def _as_reported(self, wait: Wait) -> Verdict | None:
         """What was found moments ago: the store may end with the rank that hosts it and has waited in vain."""
         last = self._last
-        if last is None or not _is_same(last[0], wait) or time.time_ns() - last[1].at > _STILL_TRUE_NS:
+        if last is None or not _is_same(last[0], wait) or self._statuses.now() - last[1].at > _STILL_TRUE_NS:
             return None
         return last[1]
 
@@ -200,8 +202,10 @@ class JobRanks(Ranks):
             found = self._unknown("")
             if wait is not None and how == "SIGTERM":
                 found = self._agree(store, wait, "error", _LAST_WORDS_S)
-                if found.seen_by(self._statuses.rank):
-                    self._report(wait, found, "SIGTERM")
+                names = found.seen_by(self._statuses.rank)
+                if names:
+                    lost = any(one.reason in _GONE for one in names)
+                    self._report(wait, found, f"{_backend(wait.group)}_PEER_LOST" if lost else "SIGTERM")
             answer.give(found)
 
         self._exchange.ask(last)
@@ -294,7 +298,7 @@ class JobRanks(Ranks):
                 # That of an attempt before this one tells nothing of it.
                 if published is not None:
                     found = Verdict.decode(published)
-                    if (wait.seq or found.at >= to_epoch_ns(wait.start)) and (
+                    if (wait.seq or found.at >= self._statuses.time(wait.start)) and (
                         found.missing is not None or round == _ROUNDS - 1
                     ):
                         return found
@@ -309,8 +313,8 @@ class JobRanks(Ranks):
             if store is not None:
                 self._statuses.find_neighbours(store)
             statuses = self._statuses.read_all(store, wait.group.ranks)
-            since = to_epoch_ns(wait.start)
-            found = judge(wait, self._statuses.rank, statuses, since, time.time_ns(), trouble)
+            since = self._statuses.time(wait.start)
+            found = judge(wait, self._statuses.rank, statuses, since, self._statuses.now(), trouble)
             if time.monotonic() >= until or self._is_shown(found, wait):
                 return found
             time.sleep(_LOOK_S)
@@ -324,7 +328,7 @@ class JobRanks(Ranks):
         return bool(found.missing or found.shapes) and all(one.reason != Reason.LATE for one in found.missing)
 
     def _unknown(self, why: str) -> Verdict:
-        return Verdict(time.time_ns(), self._statuses.rank, None, (), why)
+        return Verdict(self._statuses.now(), self._statuses.rank, None, (), why)
 
     def _explained(self, wait: Wait, waited: float, found: Verdict, error_type: str) -> Explained:
         rank, group = self._statuses.rank, wait.group

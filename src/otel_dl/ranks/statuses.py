@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
@@ -20,8 +19,10 @@ from otel_dl.forensics import layout, reader
 from otel_dl.forensics.layout import End
 from otel_dl.forensics.memory import Memory
 from otel_dl.forensics.processes import is_dead, is_stopped
+from otel_dl.ranks.run_id import host
 from otel_dl.ranks.store import JobStore
 from otel_dl.ranks.verdict import Issued, Life, RankStatus
+from otel_dl.recording.records import to_epoch_ns
 
 if TYPE_CHECKING:
     from otel_dl.forensics.reader import Page
@@ -36,12 +37,12 @@ _SEARCHES: Final = 30
 """Ticks in which neighbours are looked for."""
 
 
-def host_id() -> str:
-    """The same for all processes that share a kernel: the names of hosts may collide, as in containers."""
+def neighbourhood() -> str:
+    """The same for all processes that see each other: a host, and in it a container."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{host()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return os.uname().nodename
+        return host()
 
 
 class Place:
@@ -77,7 +78,7 @@ class Statuses:
         self._begin()
 
     def _begin(self) -> None:
-        self._host = host_id()
+        self._host = neighbourhood()
         self._searches = 0
         self._neighbours: dict[int, tuple[int, Memory]] = {}
         """Rank → (pid, its page)."""
@@ -127,14 +128,14 @@ class Statuses:
     def own(self) -> RankStatus:
         run = self._run
         page = reader.decode(run.status.page)
-        now = time.time_ns()
-        step = run.current
+        now, step = self.now(), run.current
         status = RankStatus(
-            rank=self.rank, at=now, pid=os.getpid(), step=step.number if step is not None else None, doing="",
-            since=0, where="", issued=self._issued(), latest=None, waits=self._waits(), end=self.end,
+            rank=self.rank, at=now if self.knows_clock else 0, pid=os.getpid(), doing="", since=0, where="",
+            step=step.number if step is not None else None, issued=self._issued(), latest=None, waits=self._waits(),
+            end=self.end,
         )  # fmt: skip
         if page is not None:
-            doing, since = _doing(page)
+            doing, since = self._doing(page)
             status = status._replace(step=page.step, doing=doing, since=since)
         if status.since and now - status.since > _STILL_NS:
             status = status._replace(where=str(place_of(run.trainer)))
@@ -150,7 +151,7 @@ class Statuses:
         for rank, (pid, memory) in list(self._neighbours.items()):
             page = reader.decode(bytes(memory.view)) if memory.whole else None
             if page is not None and page.pid == pid:
-                found[rank] = _of_page(rank, page)
+                found[rank] = self._of_page(rank, page)
         return found
 
     def read_all(self, store: JobStore | None, ranks: Sequence[int]) -> dict[int, RankStatus]:
@@ -159,11 +160,56 @@ class Statuses:
         if store is not None:
             for rank, value in zip(ranks, store.get_many([f"status/{rank}" for rank in ranks]), strict=True):
                 if value is not None:
-                    found[rank] = RankStatus.decode(value)
+                    status = RankStatus.decode(value)
+                    found[rank] = status if self.knows_clock else status._replace(at=0)
         for rank, page in self.neighbours().items():
             if rank in ranks:
                 found[rank] = _joined(found.get(rank), page)
         return found
+
+    def _of_page(self, rank: int, page: Page) -> RankStatus:
+        """What a page of this host says of its rank now."""
+        doing, since = self._doing(page)
+        # Of a transfer the page has no number, and none of what went before.
+        latest = page.collective if page.collective is not None and page.collective.seq else None
+        life = Life.STOPPED if is_stopped(page.pid) else Life.RUNS
+        if is_dead(page.pid, page.started):
+            life = Life.DEAD
+        return RankStatus(
+            rank=rank, at=self.now(), pid=page.pid, step=page.step, doing=doing, since=since, where="",
+            issued={latest.group: Issued(latest.seq, latest.name, latest.size)} if latest is not None else {},
+            latest=latest.group if latest is not None else "",
+            waits=(latest.name, latest.group, latest.seq) if latest is not None and latest.state == "waiting" else None,
+            end=_end(page),
+            life=life,
+        )  # fmt: skip
+
+    def _doing(self, page: Page) -> tuple[str, int]:
+        """(the innermost phase, since when)."""
+        if page.phases:
+            return page.phases[-1].name, self._time(page, page.phases[-1].start)
+        return "", self._time(page, page.idle_since) if page.idle_since else 0
+
+    def _time(self, page: Page, instant: int) -> int:
+        return page.epoch + instant - page.began - self._offset
+
+    # All times are nanoseconds since the epoch on rank 0's clock.
+
+    @property
+    def knows_clock(self) -> bool:
+        """Whether it is known how far this host's clock is before rank 0's."""
+        return self._run.clock is not None
+
+    @property
+    def _offset(self) -> int:
+        return self._run.clock[0] if self._run.clock is not None else 0
+
+    def now(self) -> int:
+        return time.time_ns() - self._offset
+
+    def time(self, instant: int) -> int:
+        """Of a reading of `clock`."""
+        return to_epoch_ns(instant) - self._offset
 
     def close(self) -> None:
         neighbours = self._neighbours
@@ -184,25 +230,6 @@ def _issued(latest: Collective | None) -> Issued:
     return Issued(communicator.count - communicator.transfers, "", -1)
 
 
-def _of_page(rank: int, page: Page) -> RankStatus:
-    """What a page of this host says of its rank now."""
-    now = time.time_ns()
-    doing, since = _doing(page)
-    # Of a transfer the page has no number, and none of what went before.
-    latest = page.collective if page.collective is not None and page.collective.seq else None
-    life = Life.STOPPED if is_stopped(page.pid) else Life.RUNS
-    if is_dead(page.pid, page.started):
-        life = Life.DEAD
-    return RankStatus(
-        rank=rank, at=now, pid=page.pid, step=page.step, doing=doing, since=since, where="",
-        issued={latest.group: Issued(latest.seq, latest.name, latest.size)} if latest is not None else {},
-        latest=latest.group if latest is not None else "",
-        waits=(latest.name, latest.group, latest.seq) if latest is not None and latest.state == "waiting" else None,
-        end=_end(page),
-        life=life,
-    )  # fmt: skip
-
-
 def _joined(said: RankStatus | None, page: RankStatus) -> RankStatus:
     """What a rank last said of itself, brought up to date by its page."""
     if said is None:
@@ -218,14 +245,3 @@ def _joined(said: RankStatus | None, page: RankStatus) -> RankStatus:
 
 def _end(page: Page) -> str:
     return {End.NONE: "", End.FINISHED: "finished", End.EXCEPTION: page.error, End.TERMINATED: "SIGTERM"}[page.end]
-
-
-def _doing(page: Page) -> tuple[str, int]:
-    """(the innermost phase, since when in ns since the epoch)."""
-    if page.phases:
-        return page.phases[-1].name, _epoch(page, page.phases[-1].start)
-    return "", _epoch(page, page.idle_since) if page.idle_since else 0
-
-
-def _epoch(page: Page, instant: int) -> int:
-    return page.epoch + instant - page.began

@@ -29,7 +29,9 @@ _YES: Final = b"\0"
 _ROOT: Final = "/"
 """What torch puts before every key."""
 _MANY: Final = 1_000
-"""Keys that are asked for at once."""
+"""Keys that are asked for at once: what is under way then fits the socket's buffers."""
+_FEW: Final = 8
+"""Of so many each is looked for at once."""
 
 _number = struct.Struct("=q").pack
 _read_number: Callable[[bytes], tuple[int]] = struct.Struct("=q").unpack  # pyright: ignore[reportAssignmentType]
@@ -96,16 +98,26 @@ class JobStore:
         return self._read(self._read_number())
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The value of each, None where it is missing: few messages, where all or none are there."""
-        if not keys:
-            return []
-        if len(keys) <= _MANY and self.has(*keys):  # torch's server ends the connection for one that is missing
-            self._send(_MULTI_GET, *self._texts(keys))
-            return [self._read(self._read_number()) for _ in keys]
-        if len(keys) == 1:
-            return [None]
-        half = len(keys) // 2
-        return self.get_many(keys[:half]) + self.get_many(keys[half:])
+        """The value of each, None where it is missing: three messages for each thousand of them at most."""
+        found: list[bytes | None] = []
+        for first in range(0, len(keys), _MANY):
+            some = keys[first : first + _MANY]
+            # torch's server ends the connection for one that is missing.
+            if len(some) > _FEW and self.has(*some):
+                there = [True] * len(some)
+            else:
+                there = self._are_there(some)
+            wanted = [key for key, is_there in zip(some, there, strict=True) if is_there]
+            if wanted:
+                self._send(_MULTI_GET, *self._texts(wanted))
+            found += [self._read(self._read_number()) if is_there else None for is_there in there]
+        return found
+
+    def _are_there(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each of these is there: all questions first, then all answers."""
+        first, *others = (_number(1) + self._text(key) for key in keys)
+        self._send(_CHECK, first, *(bytes((_CHECK,)) + other for other in others))
+        return [answer == _YES[0] for answer in self._read(len(keys))]
 
     def wait(self, key: str, seconds: float) -> bool:
         """Whether the key was there, or came, within this time."""

@@ -7,6 +7,7 @@ a list that lacks a name is as wrong as one with a name too many.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -59,7 +60,8 @@ class RankStatus(NamedTuple):
 
     rank: int
     at: int
-    """Nanoseconds since the epoch, on its host's clock: when it said so, or when its page was read."""
+    """When it said so, or when its page was read: nanoseconds since the epoch on rank 0's clock, as all times here. 0:
+    how far its host's clock is off is not known, and so not how old this is."""
     pid: int
     step: int | None
     doing: str
@@ -91,7 +93,7 @@ class RankStatus(NamedTuple):
             tuple(waits) if waits is not None else None, end, Life(life),
         )  # fmt: skip
 
-    def words(self, now: int) -> str:
+    def words(self, now: int, verb: str = "has been") -> str:
         """ "has been in dataloader.next at step 87 for 93 s (train.py:41)"."""
         if self.end:
             return f"has ended ({self.end})" if self.life is Life.DEAD else f"is ending ({self.end})"
@@ -110,7 +112,7 @@ class RankStatus(NamedTuple):
             said.append(f"for {_seconds(now - self.since)}")
         if self.where:
             said.append(f"({self.where})")
-        verb = {Life.DEAD: "is dead; it was", Life.STOPPED: "is stopped; it has been"}.get(self.life, "has been")
+        verb = {Life.DEAD: "is dead; it was", Life.STOPPED: "is stopped; it has been"}.get(self.life, verb)
         return " ".join((verb, *said))
 
 
@@ -122,10 +124,10 @@ class Finding(NamedTuple):
 
 class Verdict(NamedTuple):
     at: int
-    """Nanoseconds since the epoch, of the clock of rank `by`, who made it."""
+    """Nanoseconds since the epoch, on rank 0's clock."""
     by: int
     missing: tuple[Finding, ...] | None
-    """None: nobody can know."""
+    """By rank. None: nobody can know."""
     arrived: tuple[int, ...]
     why: str
     """Why nobody can know, or what is peculiar where nobody is missing."""
@@ -133,15 +135,30 @@ class Verdict(NamedTuple):
     """Where ranks issued what does not fit together under this number: what, and who."""
 
     def encode(self) -> str:
-        return json.dumps(self, separators=(",", ":"))
+        """Every waiting rank reads it: ranks are ranges, and words are those that are told alone."""
+        named: Sequence[Finding] | None = None
+        more: dict[str, list[int]] = {}
+        if self.missing is not None:
+            named = self.missing[:NAMED]
+            for one in self.missing[NAMED:]:
+                more.setdefault(one.reason, []).append(one.rank)
+        said = (
+            self.at, self.by, named, {reason: _packed(who) for reason, who in more.items()}, _packed(self.arrived),
+            self.why, [(what, _packed(who)) for what, who in self.shapes],
+        )  # fmt: skip
+        return json.dumps(said, separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: bytes) -> Verdict:
-        """Raises ValueError or TypeError where it is none."""
-        at, by, missing, arrived, why, shapes = json.loads(text)
+        """Of the ranks missing all but the first NAMED have lost their words. Raises ValueError or TypeError where it is
+        none."""
+        at, by, named, more, arrived, why, shapes = json.loads(text)
+        missing: tuple[Finding, ...] | None = None
+        if named is not None:
+            others = (Finding(rank, reason, "") for reason, who in more.items() for rank in _unpacked(who))
+            missing = (*map(Finding._make, named), *sorted(others))
         return cls(
-            at, by, None if missing is None else tuple(Finding._make(one) for one in missing), tuple(arrived), why,
-            tuple((what, tuple(who)) for what, who in shapes),
+            at, by, missing, _unpacked(arrived), why, tuple((what, _unpacked(who)) for what, who in shapes)
         )  # fmt: skip
 
     def seen_by(self, rank: int) -> tuple[Finding, ...] | None:
@@ -183,8 +200,8 @@ class Verdict(NamedTuple):
 def judge(
     wait: Wait, by: int, statuses: Mapping[int, RankStatus], since: int, now: int, others_unknown: str = ""
 ) -> Verdict:
-    """Rank `by`, which is in `wait` since `since`, looks at the `statuses` at `now` (ns since the epoch, its clock; the
-    statuses' instants are corrected to it). `others_unknown`: why those can't be known that have no status."""
+    """Rank `by`, which is in `wait` since `since`, looks at the `statuses` at `now`. `others_unknown`: why those can't
+    be known that have no status."""
     if wait.name in (SpanName.SEND, SpanName.RECV):
         return Verdict(now, by, None, (by,), "of a transfer between two ranks only one side is seen")
     missing: list[Finding] = []
@@ -193,7 +210,7 @@ def judge(
     doubtful: list[str] = []
     own = _shape(wait.name, wait.size)
     shapes: dict[str, list[int]] = {own: [by]}
-    for rank in wait.group.ranks:
+    for rank in sorted(wait.group.ranks):
         status = statuses.get(rank)
         if rank == by:
             arrived.append(rank)
@@ -222,11 +239,12 @@ def judge(
                 missing.append(Finding(rank, Reason.DEAD, status.words(now)))
         elif status.life is Life.STOPPED:
             missing.append(Finding(rank, Reason.SILENT, status.words(now)))
-        elif not known and age > SILENT_NS:
-            words = f"has given no sign of itself for {_seconds(age)}; then it {status.words(status.at)}"
+        elif not known and status.at and age > SILENT_NS:
+            words = f"has given no sign of itself for {_seconds(age)}; {status.words(status.at, 'it was')}"
             missing.append(Finding(rank, Reason.SILENT, words))
         elif not known or has is None:
-            doubtful.append(f"what rank {rank} does now is not known")
+            old = f"it has said nothing for {_seconds(age)}" if status.at else "nor how far its clock is off"
+            doubtful.append(f"what rank {rank} does now is not known ({old})")
         elif not has:
             busy = status.waits is not None or status.doing == SpanName.NEXT
             missing.append(Finding(rank, Reason.ELSEWHERE if busy else Reason.LATE, status.words(now)))
@@ -275,6 +293,18 @@ def describe(name: str, group: str, seq: int) -> str:
         return operation
     number = f" {seq}" if seq else ""
     return f"{operation}{number} of {'the default group' if group == '0' else f'group {group}'}"
+
+
+def _packed(ranks: Sequence[int]) -> str:
+    return ranges(ranks, len(ranks), sys.maxsize)
+
+
+def _unpacked(text: str) -> tuple[int, ...]:
+    ranks: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

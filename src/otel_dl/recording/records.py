@@ -218,7 +218,8 @@ class Step(StepState):
 
     def last(self, default: int) -> int:
         """When its last event ended."""
-        return max((record[2] for record in self.records), default=default)
+        last = max((record[2] for record in self.records), default=0)
+        return max((last, *(each.end or each.issued or each.start for each in self.collectives))) or default
 
     @property
     def done(self) -> bool:

@@ -146,7 +146,12 @@ class Collector:
         self._steps = array("q")
         self._offsets = array("q")
         self._errors = array("q")
+        self._starts = array("q")
         self._durations = array("q")
+        self._lasts = array("q")
+        """The end of its last collective."""
+        self._numbered: dict[int, int] = {}
+        """Hash of (rank, number of the step) → place."""
         self._spans: dict[int, str] = {}
         """Place → id of the `train.step`."""
         self._hosts: dict[int, str] = {}
@@ -168,7 +173,9 @@ class Collector:
             place = self._place(span)
             if span.name == SpanName.STEP:
                 self._steps[place] = number_of(span, "dl.step")
+                self._starts[place] = span.start_ns
                 self._durations[place] = span.duration_ns
+                self._numbered[hash((number_of(span, "dl.rank"), self._steps[place]))] = place
                 self._spans[place] = span.span_id
             if "dl.clock.offset_ns" in span.attributes:
                 self._offsets[place] = number_of(span, "dl.clock.offset_ns")
@@ -181,7 +188,7 @@ class Collector:
         key = hash((span.trace_id, number_of(span, "dl.rank")))
         place = self._places.setdefault(key, len(self._steps))
         if place == len(self._steps):
-            for column in (self._steps, self._errors, self._durations):
+            for column in (self._steps, self._errors, self._starts, self._durations, self._lasts):
                 column.append(_UNKNOWN)
             self._offsets.append(0)
         return place
@@ -196,10 +203,12 @@ class Collector:
         group = text_of(span, "dl.group.id")
         self._sizes[group] = max(self._sizes.get(group, 0), number_of(span, "dl.group.size"))
         arrived = said.get("dl.collective.arrived_ns")
+        place = self._place(span)
+        self._lasts[place] = max(self._lasts[place], span.end_ns)
         row = (
             number_of(span, "dl.collective.seq") << _OP_BITS | _OPS.index(span.name),
             number_of(span, "dl.rank"),
-            self._place(span),
+            place,
             arrived if isinstance(arrived, int) else span.start_ns,
             span.end_ns,
             (number_of(span, "dl.bucket.index") if "dl.bucket.index" in said else -1) << 2
@@ -355,12 +364,18 @@ class Collector:
         collectives: Sequence[_Collective],
         blocked: Mapping[int, Sequence[tuple[int, int]]],
     ) -> str:
-        """The part of the step that took longer on `rank` than on the others (the median of them), without what each
-        waited for others in it."""
+        """The part that took longer on `rank` than on the others (the median of them) since the last collective of the
+        step before, without what each waited for others meanwhile. Where that step is not known of each, since this
+        one has begun."""
         places = {part.rank: part.place for each in collectives for part in each.parts}
         if any(self._steps[place] < 0 for place in places.values()):
             return ""
-        own = {who: self._own_times(place, blocked.get(place, ())) for who, place in places.items()}
+        former = {who: self._former(who, place) for who, place in places.items()}
+        known = None not in former.values()
+        own = {
+            who: self._own_times(place, former[who] if known else None, blocked.get(place, ()))
+            for who, place in places.items()
+        }
         mine = own.pop(rank)
         more = {
             part: mine[part] - statistics.median(times[part] for times in own.values()) for part in (*_PARTS, OUTSIDE)
@@ -368,15 +383,30 @@ class Collector:
         part = max(more, key=more.__getitem__)
         return part if more[part] >= SHOWN_AS_LONGER * late else ""
 
-    def _own_times(self, place: int, blocked: Sequence[tuple[int, int]]) -> Counter[str]:
+    def _former(self, rank: int, place: int) -> int | None:
+        """The place of the rank's step before, where that has collectives."""
+        former = self._numbered.get(hash((rank, self._steps[place] - 1)))
+        if former is None or self._lasts[former] < 0:
+            return None
+        # One of a later attempt may have the same number.
+        return former if self._lasts[former] <= self._starts[place] else None
+
+    def _own_times(self, place: int, former: int | None, blocked: Sequence[tuple[int, int]]) -> Counter[str]:
+        """Until the last collective of the step, all by the rank's own clock."""
+        since, until = self._starts[place] if former is None else self._lasts[former], self._lasts[place]
+        spans = [
+            (_PARTS[phases[i]], max(phases[i + 1], since), min(phases[i + 2], until))
+            for step in (former, place)
+            if step is not None
+            for phases in [self._phases.get(self._spans[step], array("q"))]
+            for i in range(0, len(phases), 3)
+        ]
         times: Counter[str] = Counter()
-        phases = self._phases.get(self._spans[place], array("q"))
-        spans = [phases[i : i + 3] for i in range(0, len(phases), 3)]
         for part, start, end in spans:
-            times[_PARTS[part]] += end - start
-        times[OUTSIDE] = self._durations[place] - times.total()
+            times[part] += max(0, end - start)
+        times[OUTSIDE] = until - since - times.total()
         for at, waited in blocked:
-            times[next((_PARTS[part] for part, start, end in spans if start <= at <= end), OUTSIDE)] -= waited
+            times[next((part for part, start, end in spans if start <= at <= end), OUTSIDE)] -= waited
         return times
 
 
