@@ -644,6 +644,18 @@ def test_the_latest_of_each_group_can_be_read(alone: None) -> None:
         assert not recorded.run.collectives.outstanding
 
 
+def test_what_was_issued_last_counts_what_was_not_seen(alone: None) -> None:
+    """As DDP's buckets before torch 2.15: a rank that waits for them has come, though nothing of ours saw it."""
+    with recording() as recorded:
+        collectives = recorded.run.collectives
+        dist.all_reduce(torch.ones(3))
+        assert collectives.issued("0") == (1, "dist.all_reduce", 12)
+        recorded.session._patches[0].restore()
+        dist.barrier()
+        assert collectives.issued("0") == (2, "", -1)
+        assert collectives.issued("another") == (0, "", -1)
+
+
 def test_the_status_page_says_what_is_waited_for(alone: None, tmp_path: Path) -> None:
     with recording(directory=str(tmp_path)) as recorded:
         recorded.run.start()

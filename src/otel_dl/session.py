@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import wrapt
 
@@ -36,6 +36,9 @@ from otel_dl.workers.relay import Relay
 SetUp = Literal["now", "late", "never"]
 """Whether otel-dl sets up the SDK where nobody has: at once, when the first step begins, or not at all."""
 
+
+FOR_RANKS: Final = 0.8
+"""Share of the time at the end of a process in which other ranks are told, and asked, at most."""
 
 _current: Session | None = None
 
@@ -209,7 +212,9 @@ class Session:
     def _finish(self, deadline: float, error: BaseException | None, how: str) -> None:
         self._error = error
         self.run.finish(error)
-        self.ranks.end(how, deadline)
+        if self._builder is not None:
+            self._builder.drain(deadline)  # first: a store that does not answer takes the time that is left
+        self.ranks.end(how, monotonic() + FOR_RANKS * (deadline - monotonic()))
         self.watch.finish()
         if self._builder is not None:
             self._builder.drain(deadline, final=True)

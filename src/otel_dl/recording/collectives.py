@@ -99,6 +99,14 @@ class Communicator:
         self.was_transfer = transfer
         return 0 if transfer else count + 1 - self.transfers
 
+    def issued(self) -> int:
+        """The number of the collective that was issued last, whoever did, as far as torch says it. For any thread."""
+        try:
+            count = self._sequence()
+        except RuntimeError:
+            return self.count - self.transfers if self.was_transfer else 0
+        return count - self.transfers - (count - self.count if self.was_transfer else 0)
+
 
 class Collective:
     """One collective or transfer on this rank. Instants are readings of `clock`."""
@@ -149,6 +157,8 @@ class Collectives:
         """By id of the group: the one that was issued last. Any thread may read it, and of each `seq`, `name`, `size`,
         `start`, `end` (0: not known to be complete; where it is not `watched`, it stays so). A group's stays when it is
         destroyed, for others may still wait in it; of the latest GROUPS."""
+        self._communicators: dict[str, Communicator] = {}
+        """By id of the group; as many as in `latest`."""
         self.outside: deque[Collective] = deque()
         """Those outside any step, until the builder takes them."""
         self.outstanding: OrderedDict[int, Collective] = OrderedDict()
@@ -202,16 +212,32 @@ class Collectives:
             state, collective.page_op, collective.seq, collective.size, collective.start, communicator.page
         )
 
-    def new_group(self) -> None:
-        """Room for one more in `latest`."""
-        latest = self.latest
-        while len(latest) >= GROUPS:
-            del latest[next(iter(latest))]
+    def add(self, communicator: Communicator) -> None:
+        """A group is seen from now on."""
+        known = self._communicators
+        while len(known) >= GROUPS:
+            oldest = next(iter(known))
+            del known[oldest]
+            self.latest.pop(oldest, None)
+        known[communicator.id] = communicator
+
+    def issued(self, group: str) -> tuple[int, str, int]:
+        """(number, name, bytes) of the collective that was issued last in `group`; (0, "", -1) where there is none.
+
+        Name and bytes are not known ("", -1) of one that C++ has issued unseen (DDP's buckets before torch 2.15), and
+        where a transfer came after it.
+        """
+        latest, communicator = self.latest.get(group), self._communicators.get(group)
+        number = communicator.issued() if communicator is not None else 0
+        if latest is not None and latest.seq >= number > 0:
+            return latest.seq, latest.name, latest.size
+        return max(number, latest.seq if latest is not None else 0), "", -1
 
     def groups_ended(self) -> None:
         """There are no groups any more. The next ones have the same names, and count from 1: what was issued in these
         would be taken for having come to what it never came to."""
         self.latest.clear()
+        self._communicators.clear()
         self.outstanding.clear()
         self._run.status.collective(0, 0, 0, 0, 0, b"")
 

@@ -135,7 +135,7 @@ class Tracker:
 
         made = Communicator(name, size, describe, sequence, transfers_before(group))
         self.communicators[name] = (reference, made)
-        self.run.collectives.new_group()
+        self.run.collectives.add(made)
         return made
 
     # What is issued.
