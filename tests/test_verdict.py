@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from otel_dl.ranks.verdict import Issued, Life, RankStatus, Verdict, attributes, judge
+from otel_dl.ranks.verdict import LEFT, Issued, Life, RankStatus, Verdict, attributes, judge
 from otel_dl.recording.ranks import Group, Wait
 
 S = 1_000_000_000
@@ -58,6 +58,8 @@ CASES = {
     "only another group's latest is known": (before(2, latest="3", life=Life.RUNS), None),
     "on a host whose clock is not known": (before(2, at=0), None),
     "ended on such a host, before": (before(2, at=0, end="ValueError"), [(2, "dead")]),
+    "has destroyed its groups before": (before(2, end=LEFT), [(2, "elsewhere")]),
+    "has destroyed its groups after": (waits(2, end=LEFT, life=Life.RUNS), []),
     "ended, and what it had issued is not known": (says(2, None, latest="3", life=Life.DEAD, end="SIGTERM"), None),
 }
 

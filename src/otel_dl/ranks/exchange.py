@@ -15,6 +15,7 @@ from otel_dl.ranks.store import JobStore, StoreGone
 
 TICK_S: Final = 1.0
 _RETRY_S: Final = 0.2
+_RETRY_MOST_S: Final = 5.0
 _T = TypeVar("_T")
 
 
@@ -49,6 +50,7 @@ class Exchange:
         self._prefix = ""
         self.store: JobStore | None = None
         """The connection, where there is one."""
+        self._retry = _RETRY_S
         self.trouble = ""
         """Why there is no connection."""
         self._said = False
@@ -57,6 +59,7 @@ class Exchange:
         """There is, or soon will be, a store at `address`, where keys begin with `prefix`; None: there is none."""
         self._address, self._prefix = address, prefix
         self.store = None
+        self._retry = _RETRY_S
         self.trouble = "" if address is not None else "the job's store is no TCP store"
         if not self.running:
             self._stopped = threading.Event()
@@ -75,14 +78,16 @@ class Exchange:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not self._stopped.is_set()
 
-    def stop(self, deadline: float) -> None:
-        """Ends the thread once it has done what it was asked; waits for that until `deadline` (monotonic) at most."""
+    def stop(self, deadline: float) -> bool:
+        """Ends the thread once it has done what it was asked; waits for that until `deadline` (monotonic) at most.
+        Whether it has ended."""
         self._stopped.set()
         self._wake.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - monotonic()))
         self.store = None
+        return thread is None or not thread.is_alive()
 
     def after_fork(self) -> None:
         """In a forked child: the thread, and the connection, are the parent's."""
@@ -96,7 +101,7 @@ class Exchange:
         while True:
             wait = min(due, look) - monotonic()
             if self.store is None and self._address is not None:
-                wait = min(wait, _RETRY_S)
+                wait = min(wait, self._retry)
             self._wake.wait(max(0.0, wait))
             self._wake.clear()
             if not stopped.is_set():
@@ -116,7 +121,9 @@ class Exchange:
         address, prefix = self._address, self._prefix
         if self.store is not None or address is None:
             return
+        self._retry = min(self._retry * 1.2, _RETRY_MOST_S)  # after a minute each 5 s
         store = JobStore(address, prefix)
+        self._retry = _RETRY_S
         for participant in self._participants:
             participant.connected(store)
         if (address, prefix) == (self._address, self._prefix):  # no other group was begun meanwhile

@@ -23,7 +23,7 @@ from otel_dl.ranks.one_trace import OneTrace
 from otel_dl.ranks.run_id import prefix
 from otel_dl.ranks.statuses import Statuses, place_of
 from otel_dl.ranks.store import JobStore, StoreGone
-from otel_dl.ranks.verdict import Reason, Verdict, describe, judge
+from otel_dl.ranks.verdict import LEFT, TRANSFERS, Reason, Verdict, describe, judge
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
 from otel_dl.recording.records import clock
@@ -39,6 +39,11 @@ _LOOK_S: Final = 0.05
 _PUBLISHED_S: Final = 0.6
 """How long the others wait for it, before they elect another one."""
 _ROUNDS: Final = 3
+"""Elections that a rank waits for."""
+_VERDICTS: Final = 30
+"""Verdicts under one key that it looks at: attempts that have failed before have left some."""
+_GROUPS: Final = 1_000
+"""Groups of which it is told what was issued, at most."""
 LAST_S: Final = 1.0
 """A wait is reported again so long before its limit."""
 _STILL_TRUE_NS: Final = 3_000_000_000
@@ -104,7 +109,7 @@ class JobRanks(Ranks):
         self._making = wait
         if not self._groups:
             identity = self._run.identity
-            self._statuses.rank = rank
+            self._statuses.rank, self._statuses.end = rank, ""
             self._one_trace.joining(address is not None, rank, world)
             self._exchange.begin(address, prefix(identity.attempt, self._generation))
 
@@ -112,6 +117,8 @@ class JobRanks(Ranks):
         self._making = None
         if not self._groups:
             self._exchange.ask(self._meet)
+        if len(self._groups) >= _GROUPS:  # most of them were destroyed, which nobody tells
+            self._groups.pop(next(key for key in self._groups if key != next(iter(self._groups))))
         self._groups[group.id] = group
         self._one_trace.joined()
 
@@ -124,18 +131,18 @@ class JobRanks(Ranks):
     def left(self) -> None:
         if self._groups:
             self._generation += 1
+        self._statuses.end = LEFT
+        self._exchange.ask(self._farewell)
+        ended = self._exchange.stop(time.monotonic() + LAST_S)
         self._groups.clear()
         self._failed.clear()
-        self._exchange.ask(self._farewell)
-        self._exchange.stop(time.monotonic() + LAST_S)
-        self._statuses.close()
+        if ended:  # else it may be reading the neighbours' pages just now
+            self._statuses.close()
 
     def explain(self, error: BaseException, wait: Wait) -> Explained | None:
         explained = self.of_this_error(error)
         if explained is not None or not isinstance(error, RuntimeError):
             return explained
-        if wait is self._making:
-            self._making = None
         former = self._failed.get(wait.group.id)
         if former is not None and wait.seq > former[0]:
             explained = former[1]._replace(words=f"the group has failed before: {former[1].words}")
@@ -281,27 +288,33 @@ class JobRanks(Ranks):
         """What the elected one found; this rank may be it."""
         identity = self._run.identity
         self._names[wait.group.id] = nccl_uid(store, wait.group, identity.run, identity.attempt)
+        if wait.name in TRANSFERS:
+            return self._search(None, wait, 0.0)
         if store is None:
             return self._search(None, wait, seconds, self._exchange.trouble or "no connection to the job's store yet")
         key = f"{wait.group.id}/{wait.name}/{wait.seq}/{kind}"
         try:
             if kind == "error":
                 self._statuses.publish(store)
-            for round in range(_ROUNDS):
+            tried = 0
+            for round in range(_VERDICTS):
                 published = store.get(f"verdict/{key}/{round}")
-                if published is None and store.add(f"elect/{key}/{round}") == 1:
-                    found = self._search(store, wait, seconds)
-                    store.set(f"verdict/{key}/{round}", found.encode())
-                    return found
-                if published is None and store.wait(f"verdict/{key}/{round}", _PUBLISHED_S):
-                    published = store.get(f"verdict/{key}/{round}")
-                # That of an attempt before this one tells nothing of it.
+                if published is None:
+                    if store.add(f"elect/{key}/{round}") == 1:
+                        found = self._search(store, wait, seconds)
+                        store.set(f"verdict/{key}/{round}", found.encode())
+                        return found
+                    tried += 1
+                    if store.wait(f"verdict/{key}/{round}", _PUBLISHED_S):
+                        published = store.get(f"verdict/{key}/{round}")
                 if published is not None:
                     found = Verdict.decode(published)
-                    if (wait.seq or found.at >= self._statuses.time(wait.start)) and (
-                        found.missing is not None or round == _ROUNDS - 1
-                    ):
+                    # That of an attempt before this one tells nothing of it.
+                    fits = wait.seq or found.at >= self._statuses.time(wait.start)
+                    if fits and (found.missing is not None or tried == _ROUNDS):
                         return found
+                if tried == _ROUNDS:
+                    break
         except StoreGone as error:
             return self._search(None, wait, seconds, f"the job's store is gone ({error})")
         return self._unknown("the ranks that were elected to find out did not answer")
@@ -323,7 +336,7 @@ class JobRanks(Ranks):
         """Before the limit who is late is none to blame: one that has died shows within moments."""
         if found.missing is None:
             return False
-        if _timed_out(wait, (clock() - wait.start) / 1e9) or self._reported is not None:
+        if _timed_out(wait, (clock() - wait.start) / 1e9) or (self._reported is not None and self._reported[1]):
             return True
         return bool(found.missing or found.shapes) and all(one.reason != Reason.LATE for one in found.missing)
 

@@ -65,8 +65,15 @@ def _by_flight_recorder(groups: Mapping[str, Group]) -> list[Wait] | None:
     dump = getattr(c10d, "_dump_fr_trace_json", None)
     if dump is None:
         return None
+    try:
+        return _of_dump(json.loads(dump(includeCollectives=True, onlyActive=True)), groups)
+    except (KeyError, ValueError, TypeError, RuntimeError):
+        return None  # another torch's has another form
+
+
+def _of_dump(dump: Any, groups: Mapping[str, Group]) -> list[Wait]:
     first: dict[str, Wait] = {}
-    for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
+    for entry in dump.get("entries", ()):
         group = entry["process_group"][0]
         if entry["retired"] or entry["is_p2p"] or group not in groups or group in first:
             continue

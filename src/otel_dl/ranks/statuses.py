@@ -26,7 +26,6 @@ from otel_dl.recording.records import to_epoch_ns
 
 if TYPE_CHECKING:
     from otel_dl.forensics.reader import Page
-    from otel_dl.recording.collectives import Collective
     from otel_dl.recording.run import Run
 
 _NEIGHBOURS: Final = 64
@@ -142,8 +141,8 @@ class Statuses:
         return status
 
     def _issued(self) -> Mapping[str, Issued]:
-        latest = self._run.collectives.latest
-        return {group: _issued(latest.get(group)) for group in self._groups()}
+        issued = self._run.collectives.issued
+        return {group: Issued(*issued(group)) for group in self._groups()}
 
     def neighbours(self) -> dict[int, RankStatus]:
         """What the pages of the other ranks of this host say, now."""
@@ -221,15 +220,6 @@ class Statuses:
         self._begin()
 
 
-def _issued(latest: Collective | None) -> Issued:
-    if latest is None:
-        return Issued(0, "", -1)
-    if latest.seq:
-        return Issued(latest.seq, latest.name, latest.size)
-    communicator = latest.communicator  # a transfer, which has no number: the collectives before it
-    return Issued(communicator.count - communicator.transfers, "", -1)
-
-
 def _joined(said: RankStatus | None, page: RankStatus) -> RankStatus:
     """What a rank last said of itself, brought up to date by its page."""
     if said is None:
@@ -237,7 +227,9 @@ def _joined(said: RankStatus | None, page: RankStatus) -> RankStatus:
     return page._replace(
         # That it waits to be let into a group stands in no page.
         waits=page.waits or (said.waits if said.waits is not None and said.waits[2] == 0 else None),
-        issued={**said.issued, **page.issued},
+        # What C++ issues unseen stands in no page either.
+        issued={**said.issued}
+        | {key: one for key, one in page.issued.items() if one.seq >= said.issued.get(key, one).seq},
         end=page.end or said.end,
         where=said.where if (said.doing, said.since) == (page.doing, page.since) else "",
     )

@@ -21,6 +21,9 @@ FRESH_NS: Final = 2_000_000_000
 """So old may a status be that says what a rank does now."""
 SILENT_NS: Final = 3_000_000_000
 """A rank that has said nothing for so long is silent: it says something once a second."""
+TRANSFERS: Final = frozenset({SpanName.SEND, SpanName.RECV})
+LEFT: Final = "has destroyed its process groups"
+"""What stands as the end of a rank that lives, and is in none any more."""
 NAMED: Final = 8
 """Ranks told one by one in words."""
 
@@ -95,6 +98,8 @@ class RankStatus(NamedTuple):
 
     def words(self, now: int, verb: str = "has been") -> str:
         """ "has been in dataloader.next at step 87 for 93 s (train.py:41)"."""
+        if self.end == LEFT:
+            return LEFT
         if self.end:
             return f"has ended ({self.end})" if self.life is Life.DEAD else f"is ending ({self.end})"
         said: list[str] = []
@@ -202,7 +207,7 @@ def judge(
 ) -> Verdict:
     """Rank `by`, which is in `wait` since `since`, looks at the `statuses` at `now`. `others_unknown`: why those can't
     be known that have no status."""
-    if wait.name in (SpanName.SEND, SpanName.RECV):
+    if wait.name in TRANSFERS:
         return Verdict(now, by, None, (by,), "of a transfer between two ranks only one side is seen")
     missing: list[Finding] = []
     arrived: list[int] = []
@@ -232,11 +237,12 @@ def judge(
             shapes.setdefault(shape, []).append(rank)
         elif status.life is Life.DEAD or status.end:
             if has and status.end:
-                ended.append(f"rank {rank} had come, and has ended ({status.end})")  # of the same, or for it
+                ended.append(f"rank {rank} had come, and {status.words(now)}")  # of the same, or for it
             elif has is None and status.end:
                 doubtful.append(f"whether rank {rank}, which has ended ({status.end}), had come is not known")
             else:
-                missing.append(Finding(rank, Reason.DEAD, status.words(now)))
+                left = status.end == LEFT and status.life is not Life.DEAD
+                missing.append(Finding(rank, Reason.ELSEWHERE if left else Reason.DEAD, status.words(now)))
         elif status.life is Life.STOPPED:
             missing.append(Finding(rank, Reason.SILENT, status.words(now)))
         elif not known and status.at and age > SILENT_NS:
