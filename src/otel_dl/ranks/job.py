@@ -307,15 +307,18 @@ class JobRanks(Ranks):
         return self._unknown("the ranks that were elected to find out did not answer")
 
     def _search(self, store: JobStore | None, wait: Wait, seconds: float, trouble: str = "") -> Verdict:
-        """Looks until it is shown who is missing, for so many seconds at most."""
+        """Looks until it is shown who is missing, for so many seconds at most. With thousands of ranks a look takes a
+        good part of them."""
         until = time.monotonic() + seconds
         while True:
+            began = time.monotonic()
             if store is not None:
                 self._statuses.find_neighbours(store)
             statuses = self._statuses.read_all(store, wait.group.ranks)
             since = to_epoch_ns(wait.start)
             found = judge(wait, self._statuses.rank, statuses, since, time.time_ns(), trouble)
-            if time.monotonic() >= until or self._is_shown(found, wait):
+            now = time.monotonic()
+            if now + (now - began) >= until or self._is_shown(found, wait):
                 return found
             time.sleep(_LOOK_S)
 

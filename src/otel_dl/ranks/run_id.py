@@ -15,7 +15,6 @@ import contextlib
 import copy
 import json
 import socket
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.log import logger
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 KEY: Final = "run"
 _WAIT_S: Final = 0.4
-"""Of each tick, while rank 0's is not there. (`TCPStore.wait` writes a warning to stderr where the time is over.)"""
-_POLL_S: Final = 0.02
+"""Of each tick, while rank 0's is not there."""
 
 
 def prefix(attempt: int, generation: int = 0) -> str:
@@ -122,12 +120,10 @@ class RunId:
         self._fill(expected, said)
 
     def _receive(self, store: JobStore, expected: Expected) -> None:
-        until = monotonic() + _WAIT_S
-        while (value := store.get(KEY)) is None:
-            if monotonic() > until:
-                return
-            sleep(_POLL_S)
-        said = _read(value)
+        # One question a tick: thousands of ranks may wait for rank 0 to begin.
+        if not store.wait(KEY, _WAIT_S):
+            return
+        said = _read(store.get(KEY))
         self.host_of_rank_0 = str(said["host"])
         self._fill(expected, said)
 

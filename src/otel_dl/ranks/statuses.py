@@ -160,8 +160,9 @@ class Statuses:
             for rank, value in zip(ranks, store.get_many([f"status/{rank}" for rank in ranks]), strict=True):
                 if value is not None:
                     found[rank] = RankStatus.decode(value)
+        asked = frozenset(ranks)
         for rank, page in self.neighbours().items():
-            if rank in ranks:
+            if rank in asked:
                 found[rank] = _joined(found.get(rank), page)
         return found
 
