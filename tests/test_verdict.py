@@ -125,11 +125,11 @@ def test_a_status_survives_its_way_through_the_store(status: RankStatus) -> None
 def test_a_verdict_over_ten_thousand_ranks_survives_its_way_and_is_small(late: tuple[int, ...]) -> None:
     wide = WAIT._replace(group=GROUP._replace(ranks=tuple(range(10_000))))
     statuses = {rank: waits(rank) for rank in range(10_000)} | {rank: before(rank) for rank in late}
-    made = judge(wide, 0, statuses, SINCE, NOW)
+    made = judge(wide, 0, statuses, SINCE, NOW)._replace(communicator=("ab" * 128, "0x1"))
     said = made.encode().encode()
     assert len(said) < (1_000 if len(late) in (0, 1) else 60_000)
     found = Verdict.decode(said)
-    assert found.arrived == made.arrived
+    assert (found.arrived, found.communicator) == (made.arrived, made.communicator)
     assert _seen(found) == _seen(made) == [(rank, "late") for rank in late]
     assert found.words(wide, 0) == made.words(wide, 0)
     assert attributes(found.seen_by(0)) == attributes(made.seen_by(0))

@@ -37,7 +37,8 @@ _JUDGING_S: Final = 0.4
 """How long the elected rank looks for who is missing."""
 _LOOK_S: Final = 0.05
 _PUBLISHED_S: Final = 0.6
-"""How long the others wait for it, before they elect another one."""
+"""How long the others wait for it, before they elect another one, and how much longer for each rank of the group."""
+_A_RANK_S: Final = 1e-4
 _ROUNDS: Final = 3
 LAST_S: Final = 1.0
 """A wait is reported again so long before its limit."""
@@ -279,8 +280,12 @@ class JobRanks(Ranks):
 
     def _agree(self, store: JobStore | None, wait: Wait, kind: str, seconds: float) -> Verdict:
         """What the elected one found; this rank may be it."""
-        identity = self._run.identity
-        self._names[wait.group.id] = nccl_uid(store, wait.group, identity.run, identity.attempt)
+        found = self._elected(store, wait, kind, seconds)
+        if found.communicator is not None:
+            self._names[wait.group.id] = Communicator._make(found.communicator)
+        return found
+
+    def _elected(self, store: JobStore | None, wait: Wait, kind: str, seconds: float) -> Verdict:
         if store is None:
             return self._search(None, wait, seconds, self._exchange.trouble or "no connection to the job's store yet")
         key = f"{wait.group.id}/{wait.name}/{wait.seq}/{kind}"
@@ -288,13 +293,12 @@ class JobRanks(Ranks):
             if kind == "error":
                 self._statuses.publish(store)
             for round in range(_ROUNDS):
-                published = store.get(f"verdict/{key}/{round}")
-                if published is None and store.add(f"elect/{key}/{round}") == 1:
-                    found = self._search(store, wait, seconds)
+                if store.add(f"elect/{key}/{round}") == 1:
+                    named = nccl_uid(store, wait.group, self._run.identity.run, self._run.identity.attempt)
+                    found = self._search(store, wait, seconds)._replace(communicator=named)
                     store.set(f"verdict/{key}/{round}", found.encode())
                     return found
-                if published is None and store.wait(f"verdict/{key}/{round}", _PUBLISHED_S):
-                    published = store.get(f"verdict/{key}/{round}")
+                published = store.take(f"verdict/{key}/{round}", _PUBLISHED_S + len(wait.group.ranks) * _A_RANK_S)
                 # That of an attempt before this one tells nothing of it.
                 if published is not None:
                     found = Verdict.decode(published)

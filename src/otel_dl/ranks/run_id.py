@@ -121,9 +121,10 @@ class RunId:
 
     def _receive(self, store: JobStore, expected: Expected) -> None:
         # One question a tick: thousands of ranks may wait for rank 0 to begin.
-        if not store.wait(KEY, _WAIT_S):
+        value = store.take(KEY, _WAIT_S)
+        if value is None:
             return
-        said = _read(store.get(KEY))
+        said = _read(value)
         self.host_of_rank_0 = str(said["host"])
         self._fill(expected, said)
 

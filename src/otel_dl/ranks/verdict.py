@@ -132,6 +132,8 @@ class Verdict(NamedTuple):
     """Why nobody can know, or what is peculiar where nobody is missing."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Where ranks issued what does not fit together under this number: what, and who."""
+    communicator: tuple[str, str] | None = None
+    """The group's `nccl.Communicator`: one rank looks for it."""
 
     def encode(self) -> str:
         """Every waiting rank reads it: ranks are ranges, and words are those that are told alone."""
@@ -143,7 +145,7 @@ class Verdict(NamedTuple):
                 more.setdefault(one.reason, []).append(one.rank)
         said = (
             self.at, self.by, named, {reason: _packed(who) for reason, who in more.items()}, _packed(self.arrived),
-            self.why, [(what, _packed(who)) for what, who in self.shapes],
+            self.why, [(what, _packed(who)) for what, who in self.shapes], self.communicator,
         )  # fmt: skip
         return json.dumps(said, separators=(",", ":"))
 
@@ -151,13 +153,14 @@ class Verdict(NamedTuple):
     def decode(cls, text: bytes) -> Verdict:
         """Of the ranks missing all but the first NAMED have lost their words. Raises ValueError or TypeError where it is
         none."""
-        at, by, named, more, arrived, why, shapes = json.loads(text)
+        at, by, named, more, arrived, why, shapes, communicator = json.loads(text)
         missing: tuple[Finding, ...] | None = None
         if named is not None:
             others = (Finding(rank, reason, "") for reason, who in more.items() for rank in _unpacked(who))
             missing = (*map(Finding._make, named), *sorted(others))
         return cls(
-            at, by, missing, _unpacked(arrived), why, tuple((what, _unpacked(who)) for what, who in shapes)
+            at, by, missing, _unpacked(arrived), why, tuple((what, _unpacked(who)) for what, who in shapes),
+            None if communicator is None else (communicator[0], communicator[1]),
         )  # fmt: skip
 
     def seen_by(self, rank: int) -> tuple[Finding, ...] | None:
