@@ -145,3 +145,14 @@ def test_ranks_are_told_in_order_however_their_group_has_them() -> None:
     turned = WAIT._replace(group=GROUP._replace(ranks=(3, 2, 1, 0)))
     found = judge(turned, 0, {rank: before(rank) for rank in (1, 2, 3)}, SINCE, NOW)
     assert _seen(Verdict.decode(found.encode().encode())) == [(1, "late"), (2, "late"), (3, "late")]
+
+
+def test_where_each_rank_gives_another_size_the_rare_ones_are_not_told_apart() -> None:
+    wide = WAIT._replace(group=GROUP._replace(ranks=tuple(range(10_000))))
+    statuses = {rank: says(rank, Issued(431, "dist.all_reduce", 4_000 + rank)) for rank in range(10_000)}
+    said = judge(wide, 0, statuses, SINCE, NOW).encode().encode()
+    assert len(said) < 4_000
+    found = Verdict.decode(said)
+    assert _seen(found) == [(rank, "mismatch") for rank in range(1, 10_000)]
+    assert found.seen_by(9_999) is None, "whether it differs from 9,998 is not known any more"
+    assert "is not known: of what the ranks have issued" in found.words(wide, 9_999)

@@ -24,8 +24,12 @@ SILENT_NS: Final = 3_000_000_000
 NAMED: Final = 8
 """Ranks told one by one in words."""
 
+SHAPES: Final = 64
+"""Kinds of what ranks have issued that are told apart; where there are more, the rarer ones are one."""
+
 _SAME_SIZE: Final = frozenset({SpanName.ALL_REDUCE, SpanName.REDUCE, SpanName.BROADCAST, SpanName.BARRIER})
 """Collectives to which each rank gives the same number of bytes."""
+_OTHERS: Final = "something else"
 
 
 class Reason:
@@ -168,6 +172,8 @@ class Verdict(NamedTuple):
         if self.missing is None or not self.shapes:
             return self.missing
         own = next((what for what, who in self.shapes if rank in who), self.shapes[0][0])
+        if own == _OTHERS:
+            return None  # they may differ from each other
         others = tuple(
             Finding(one, Reason.MISMATCH, f"has issued {what} under this number")
             for what, who in self.shapes
@@ -184,7 +190,8 @@ class Verdict(NamedTuple):
         here = sorted({*self.arrived, rank} - {one.rank for one in missing or ()})
         told.append(f"{_ranks(here)} {'waits' if len(here) == 1 else 'wait'} in {what}")
         if missing is None:
-            told.append(f"which ranks are missing is not known: {self.why}")
+            why = self.why or "of what the ranks have issued under this number hardly any two are the same"
+            told.append(f"which ranks are missing is not known: {why}")
         else:
             told += [f"rank {one.rank} {one.words}" for one in missing[:NAMED]]
             if len(missing) > NAMED:
@@ -284,7 +291,10 @@ def _differing(shapes: Mapping[str, Sequence[int]]) -> tuple[tuple[str, tuple[in
     """Those of `shapes` where there is more than one: the most common first."""
     if len(shapes) < 2:
         return ()
-    return tuple((what, tuple(who)) for what, who in sorted(shapes.items(), key=lambda item: -len(item[1])))
+    common = sorted(shapes.items(), key=lambda item: -len(item[1]))
+    if len(common) > SHAPES:
+        common[SHAPES:] = [(_OTHERS, sorted(rank for _, who in common[SHAPES:] for rank in who))]
+    return tuple((what, tuple(who)) for what, who in common)
 
 
 def describe(name: str, group: str, seq: int) -> str:
