@@ -1,5 +1,5 @@
-"""CPU time a second of the thread that talks to the job's store, of 2 gloo ranks: while they train, and while one waits in
-a collective for the other."""
+"""CPU time a second of the thread that talks to the job's store, of 2 gloo ranks: while they train, and while one waits
+in a collective for the other."""
 
 from __future__ import annotations
 

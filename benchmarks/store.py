@@ -2,9 +2,9 @@
 
 The server is a real `TCPStore` of torch in a process of its own. The clients are `otel_dl.ranks` itself: a `JobRanks` a
 rank, with a connection of its own, whose thread is not started; what it does in a tick is called in turn, by a few
-processes that are all the ranks. In a stall rank 0 looks who is missing, all others wait at once. What is simulated is the
-training. Two cores are no 10,000 hosts: where the clients need longer than a second for a round, that is said, and what
-the server needs follows from its CPU time.
+processes that are all the ranks. In a stall rank 0 looks who is missing, all others wait at once. What is simulated is
+the training. Two cores are no 10,000 hosts: where the clients need longer than a second for a round, that is said, and
+what the server needs follows from its CPU time.
 
 Messages are what a client has sent, each with its answer where there is one; bytes are those of both, without TCP's.
 
@@ -190,7 +190,7 @@ def stall(ranks: list[Rank], kind: str) -> Any:
 def wait(ranks: list[Rank], kind: str) -> list[verdict.Verdict]:
     """What ranks say that are not elected (`JobRanks._elected`), all at once: 2,000 threads would cost more."""
     key = f"0/dist.all_reduce/431/{kind}/0"
-    found: list[verdict.Verdict] = []
+    found: list[bytes] = []
     stores: dict[int, Any] = {}
     polling = select.epoll()
     for rank in ranks:
@@ -210,9 +210,15 @@ def wait(ranks: list[Rank], kind: str) -> list[verdict.Verdict]:
                 continue
             here._read(1)
             here._send(store._GET, here._text(f"verdict/{key}"))
-            found.append(verdict.Verdict.decode(here._read(here._read_number())))
+            found.append(here._read(here._read_number()))
             polling.unregister(number)
-    return found
+    return [*map(decode, found)]
+
+
+@functools.cache
+def decode(text: bytes) -> verdict.Verdict:
+    """Each rank does it once, on a core of its own."""
+    return verdict.Verdict.decode(text)
 
 
 def read(ranks: list[Rank], absent: int) -> int:
@@ -321,7 +327,8 @@ def measure(world: int) -> None:
         steady = job_.ask("rounds", ROUNDS)
         a_second = [each / ROUNDS for each in (steady.messages, steady.size / 1e6, steady.server)]
         print(
-            f"  every second           {a_second[0]:9,.0f} messages, {a_second[1]:6.2f} MB, server {a_second[2]:.3f} s CPU"
+            f"  every second           {a_second[0]:9,.0f} messages, {a_second[1]:6.2f} MB,"
+            f" server {a_second[2]:.3f} s CPU"
             f" (a round took {steady.wall / ROUNDS:.2f} s; {1e6 * steady.clients * PROCESSES / world / ROUNDS:.0f} µs"
             f" CPU a rank; server has grown by {job_.memory:.1f} MB)"
         )
@@ -348,8 +355,8 @@ def measure(world: int) -> None:
 
 
 if __name__ == "__main__":
-    # torch's server asks the name service for the name of each client that connects, and waits 5 s for each answer that is
-    # lost, in its one thread.
+    # torch's server asks the name service for the name of each client that connects, and waits 5 s for each answer that
+    # is lost, in its one thread.
     os.environ.setdefault("RES_OPTIONS", "use-vc timeout:1 attempts:1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     print(machine(), "load", " ".join(map(str, os.getloadavg())))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
 LOG_BYTES: Final = 8_192
-"""Of a minute's log so much counts: what comes later is counted and dropped. Each rank reads the log once a second until
-it is full, and what is in it is not changed by what comes later: all read the same."""
+"""Of a minute's log so much counts: what comes later is counted and dropped. Each rank reads the log once a second
+until it is full, and what is in it is not changed by what comes later: all read the same."""
 _LOST: Final = "requests to other ranks to keep a step"
 """The key in `Run.dropped`."""
 WAITING: Final = 4_096
@@ -75,7 +75,7 @@ class KeepRequests:
         self._slow: dict[int, Slow] = {}
         """Of each minute's log."""
         self._written: dict[int, tuple[str, int]] = {}
-        """Steps that this rank has written into a log and has not read there yet: the kind of the request, the minute."""
+        """Steps that this rank has written into a log and has not read there yet: kind of the request, minute."""
         self._wanted: dict[int, int] = {}
         """Steps to be kept that are not yet: how often they were decided and nowhere to be found."""
         self._seen: dict[int, None] = {}

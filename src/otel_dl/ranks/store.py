@@ -102,10 +102,7 @@ class JobStore:
         for first in range(0, len(keys), _MANY):
             some = keys[first : first + _MANY]
             # torch's server ends the connection for one that is missing.
-            if len(some) > _FEW and self.has(*some):
-                there = [True] * len(some)
-            else:
-                there = self._are_there(some)
+            there = [True] * len(some) if len(some) > _FEW and self.has(*some) else self._are_there(some)
             wanted = [key for key, is_there in zip(some, there, strict=True) if is_there]
             if wanted:
                 self._send(_MULTI_GET, *self._texts(wanted))

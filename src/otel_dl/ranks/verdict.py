@@ -155,8 +155,8 @@ class Verdict(NamedTuple):
 
     @classmethod
     def decode(cls, text: bytes) -> Verdict:
-        """Of the ranks missing all but the first NAMED have lost their words. Raises ValueError or TypeError where it is
-        none."""
+        """Of the ranks missing all but the first NAMED have lost their words. Raises ValueError or TypeError where it
+        is none."""
         at, by, named, more, arrived, why, shapes, communicator = json.loads(text)
         missing: tuple[Finding, ...] | None = None
         if named is not None:
