@@ -307,15 +307,24 @@ def describe(name: str, group: str, seq: int) -> str:
 
 
 def _packed(ranks: Sequence[int]) -> str:
-    return ranges(ranks, len(ranks), sys.maxsize)
+    """Ranges; a bit each ("0x…") where that is shorter, as of every second rank."""
+    text = ranges(ranks, len(ranks), sys.maxsize)
+    if len(text) <= max(ranks, default=0) // 4:
+        return text
+    bits = bytearray(max(ranks, default=0) // 8 + 1)
+    for rank in ranks:
+        bits[rank // 8] |= 1 << rank % 8
+    return min(text, hex(int.from_bytes(bits, "little")), key=len)
 
 
 def _unpacked(text: str) -> tuple[int, ...]:
-    ranks: list[int] = []
+    if text.startswith("0x"):
+        return tuple(rank for rank, bit in enumerate(reversed(f"{int(text, 16):b}")) if bit == "1")
+    found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
