@@ -32,6 +32,7 @@ from _measure import machine
 from otel_dl.forensics.writer import StatusPage, create
 from otel_dl.ranks import exchange, job, nccl, store, verdict
 from otel_dl.ranks.job import JobRanks
+from otel_dl.ranks.peers import _key
 from otel_dl.ranks.statuses import _SEARCHES
 from otel_dl.ranks.store import JobStore
 from otel_dl.recording.collectives import Collective, Communicator
@@ -179,6 +180,13 @@ def keep(ranks: list[Rank], askers: int) -> None:
             rank.ranks.kept(80 + askers, "slow", 400 + rank.number)
 
 
+def burst(ranks: list[Rank], number: int) -> None:
+    """All ask for one step, and none of them has read what the others want."""
+    for rank in ranks:
+        rank.store.append(_key(int(time.time()) // 60), f"s{number}:400 ")
+    ranks[-1].store.has("")
+
+
 def stall(ranks: list[Rank], kind: str) -> Any:
     """All but one wait in the same. Rank 0 is the first, and looks who is missing; what they are told."""
     waiting = [rank for rank in ranks if rank.number != LATE]
@@ -231,7 +239,7 @@ def read(ranks: list[Rank], absent: int) -> int:
 
 
 QUESTIONS: dict[str, Any] = {
-    "connect": connect, "rounds": rounds, "keep": keep, "stall": stall, "read": read,
+    "connect": connect, "rounds": rounds, "keep": keep, "burst": burst, "stall": stall, "read": read,
 }  # fmt: skip
 
 
@@ -336,6 +344,9 @@ def measure(world: int) -> None:
             job_.ask("keep", askers)
             print(f"  {askers:6,} ask to keep     {job_.ask('rounds', 1)}")
             print(f"            and then     {job_.ask('rounds', 1)}")
+        print(f"  all write, none reads  {job_.ask('burst', 70)}")
+        print(f"            and then     {job_.ask('rounds', 1)}")
+        print(f"            and then     {job_.ask('rounds', 1)}")
         for absent in (0, 1, world // 10, world // 2):
             figures = job_.ask("read", absent, only_first=True)
             print(f"  read, {absent:5,} absent    {figures}")

@@ -73,6 +73,13 @@ def _seen(found: Verdict) -> list[tuple[int, str]] | None:
     return None if missing is None else [(one.rank, one.reason) for one in missing]
 
 
+def test_where_the_own_status_is_old_as_well_the_store_is_slow_and_nobody_is_silent() -> None:
+    silent = before(2, at=NOW - 4 * S)
+    for own, expected in ((NOW - S, [(2, "silent")]), (NOW - 5 * S // 2, None)):
+        found = judge(WAIT, 0, {0: waits(0, at=own), 1: waits(1), 2: silent, 3: waits(3)}, SINCE, NOW)
+        assert _seen(found) == expected
+
+
 def test_one_unknown_makes_the_whole_list_unknown() -> None:
     found = judge(WAIT, 0, {1: before(1), 3: waits(3)}, SINCE, NOW)
     assert found.missing is None

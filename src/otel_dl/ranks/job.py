@@ -45,6 +45,10 @@ LAST_S: Final = 1.0
 _STILL_TRUE_NS: Final = 3_000_000_000
 """So old may a report be that stands for what can't be found out any more."""
 _LAST_WORDS_S: Final = 0.25
+_TOGETHER: Final = 64
+"""So many ranks may tick at once."""
+_GOLDEN: Final = 0.618034
+"""Multiples of it, taken modulo 1, lie far from each other."""
 
 _GONE: Final = (Reason.DEAD, Reason.SILENT)
 
@@ -107,7 +111,9 @@ class JobRanks(Ranks):
             identity = self._run.identity
             self._statuses.rank = rank
             self._one_trace.joining(address is not None, rank, world)
-            self._exchange.begin(address, prefix(identity.attempt, self._generation))
+            # Thousands of ranks that begin together don't tick together: what one asks for the next one has read.
+            phase_s = rank * _GOLDEN % TICK_S if world > _TOGETHER else 0.0
+            self._exchange.begin(address, prefix(identity.attempt, self._generation), phase_s)
 
     def joined(self, group: Group) -> None:
         self._making = None

@@ -217,6 +217,8 @@ def judge(
     arrived: list[int] = []
     ended: list[str] = []
     doubtful: list[str] = []
+    # A store that is too slow makes all of them look silent; so it does this one, which is not.
+    is_slow = by in statuses and now - statuses[by].at > FRESH_NS
     own = _shape(wait.name, wait.size)
     shapes: dict[str, list[int]] = {own: [by]}
     for rank in sorted(wait.group.ranks):
@@ -248,7 +250,7 @@ def judge(
                 missing.append(Finding(rank, Reason.DEAD, status.words(now)))
         elif status.life is Life.STOPPED:
             missing.append(Finding(rank, Reason.SILENT, status.words(now)))
-        elif not known and age > SILENT_NS:
+        elif not known and age > SILENT_NS and not is_slow:
             words = f"has given no sign of itself for {_seconds(age)}; {status.words(status.at, 'it was')}"
             missing.append(Finding(rank, Reason.SILENT, words))
         elif not known or has is None:
