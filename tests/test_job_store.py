@@ -59,7 +59,7 @@ def test_few_messages_for_many_keys_however_many_are_missing(server: Any) -> Non
     sent.clear()
     expected = [None if number % 3 else key.encode() for number, key in enumerate(keys)]
     assert store.get_many(keys) == expected
-    assert len(sent) == 9
+    assert len(sent) == 6
     sent.clear()
     assert store.get_many(keys[1:3]) == [None, None]
     assert len(sent) == 1
@@ -79,7 +79,9 @@ def test_waiting_for_a_key(server: Any, store: JobStore) -> None:
     assert not store.wait("verdict", 0.05)
     setting = threading.Timer(0.05, server.set, ("otel_dl/0/verdict", "x"))
     setting.start()
+    assert store.take("verdict", 10) == b"x"
     assert store.wait("verdict", 10)
+    assert store.take("nothing", 0.01) is None
     setting.join()
 
 
@@ -150,7 +152,7 @@ def test_both_kinds_of_server(libuv: bool) -> None:
     assert store.get("log") == b"1"
     assert not store.wait("nothing", 0.05)
     assert store.add("n") == 1
-    assert store.get_many([*("missing" for _ in range(999)), "log"])[-2:] == [None, b"1"]
+    assert store.get_many([*("missing" for _ in range(1_999)), "log"])[-2:] == [None, b"1"]
 
 
 def test_a_script_that_closes_what_it_does_not_know(server: Any, store: JobStore, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from otel_dl.ranks.one_trace import OneTrace
-from otel_dl.ranks.peers import KeepRequests
+from otel_dl.ranks.peers import LOG_BYTES, KeepRequests
 from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.held import HELD_NS, LEAST_NS, Held
@@ -120,6 +120,50 @@ def test_a_step_that_is_slow_on_both_is_so_on_both_and_counts_once(ranks: list[R
         train(ranks, 50)
     tick(ranks)
     assert [rank.kept for rank in ranks] == [dict.fromkeys(numbers, "slow")] * 2
+
+
+def test_a_step_that_is_slow_for_all_is_proposed_by_the_first_alone(ranks: list[Rank]) -> None:
+    train(ranks, SLOW_HISTORY)
+    number = max(rank.step(100) for rank in ranks)
+    assert tick(ranks) == [True, False, False, False]
+    assert [rank.kept for rank in ranks] == [{number: "slow"}] * 2
+
+
+def test_of_a_log_that_is_full_all_ranks_take_the_same_and_what_is_behind_is_counted(ranks: list[Rank]) -> None:
+    train(ranks, 3_000)
+    first, second = ranks
+    for number in range(1, 3_000):
+        (first if number % 2 else second).requests.kept(number, "error", 1)
+    # Neither sees in time what the other writes: both have read, then both write.
+    seconds = list(second.requests._own)
+    second.requests._own.clear()
+    assert first.requests.write(first.store)
+    log = first.store.get("keep/1") or b""
+    assert len(log) > LOG_BYTES
+    second.store.append("keep/1", "".join(f"{kind}{number}:1 " for kind, number, _ in seconds))
+    second.requests._written.update({number: ("e", 1) for _, number, _ in seconds})
+    for rank in ranks:
+        rank.requests.read(rank.store)
+    taken = log[:LOG_BYTES].count(b" ")
+    assert [len(rank.requests._seen) for rank in ranks] == [taken, taken]
+    assert first.requests._seen == second.requests._seen
+    assert [rank.run.dropped["requests to other ranks to keep a step"] for rank in ranks] == [
+        1_500 - taken,
+        len(seconds),
+    ]
+    assert [rank.requests._written for rank in ranks] == [{}, {}]
+
+
+def test_a_slow_step_that_found_no_room_in_the_log_is_kept_by_nobody(ranks: list[Rank]) -> None:
+    train(ranks, SLOW_HISTORY)
+    ranks[0].store.append("keep/1", "e1:1 " * LOG_BYTES)
+    number = ranks[0].step(100)
+    ranks[1].step()
+    assert tick(ranks) == [False] * 4
+    for rank in ranks:
+        rank.held.trim(rank.now, everything=True)
+    assert [number in rank.kept for rank in ranks] == [False, False]
+    assert ranks[0].run.dropped["requests to other ranks to keep a step"] == 1
 
 
 def test_of_many_slow_ones_all_ranks_keep_the_same_few(ranks: list[Rank]) -> None:

@@ -77,6 +77,13 @@ def _seen(found: Verdict) -> list[tuple[int, str]] | None:
     return None if missing is None else [(one.rank, one.reason) for one in missing]
 
 
+def test_where_the_own_status_is_old_as_well_the_store_is_slow_and_nobody_is_silent() -> None:
+    silent = before(2, at=NOW - 4 * S)
+    for own, expected in ((NOW - S, [(2, "silent")]), (NOW - 5 * S // 2, None)):
+        found = judge(WAIT, 0, {0: waits(0, at=own), 1: waits(1), 2: silent, 3: waits(3)}, SINCE, NOW)
+        assert _seen(found) == expected
+
+
 def test_one_unknown_makes_the_whole_list_unknown() -> None:
     found = judge(WAIT, 0, {1: before(1), 3: waits(3)}, SINCE, NOW)
     assert found.missing is None
@@ -126,11 +133,11 @@ def test_a_status_survives_its_way_through_the_store(status: RankStatus) -> None
 def test_a_verdict_over_ten_thousand_ranks_survives_its_way_and_is_small(late: tuple[int, ...]) -> None:
     wide = WAIT._replace(group=GROUP._replace(ranks=tuple(range(10_000))))
     statuses = {rank: waits(rank) for rank in range(10_000)} | {rank: before(rank) for rank in late}
-    made = judge(wide, 0, statuses, SINCE, NOW)
+    made = judge(wide, 0, statuses, SINCE, NOW)._replace(communicator=("ab" * 128, "0x1"))
     said = made.encode().encode()
-    assert len(said) < (1_000 if len(late) in (0, 1) else 60_000)
+    assert len(said) < (6_500 if len(late) == 5_000 else 1_700)
     found = Verdict.decode(said)
-    assert found.arrived == made.arrived
+    assert (found.arrived, found.communicator) == (made.arrived, made.communicator)
     assert _seen(found) == _seen(made) == [(rank, "late") for rank in late]
     assert found.words(0) == made.words(0)
     assert attributes(found.seen_by(0)) == attributes(made.seen_by(0))
@@ -146,3 +153,14 @@ def test_ranks_are_told_in_order_however_their_group_has_them() -> None:
     turned = WAIT._replace(group=GROUP._replace(ranks=(3, 2, 1, 0)))
     found = judge(turned, 0, {rank: before(rank) for rank in (1, 2, 3)}, SINCE, NOW)
     assert _seen(Verdict.decode(found.encode().encode())) == [(1, "late"), (2, "late"), (3, "late")]
+
+
+def test_where_each_rank_gives_another_size_the_rare_ones_are_not_told_apart() -> None:
+    wide = WAIT._replace(group=GROUP._replace(ranks=tuple(range(10_000))))
+    statuses = {rank: says(rank, Issued(431, "dist.all_reduce", 4_000 + rank)) for rank in range(10_000)}
+    said = judge(wide, 0, statuses, SINCE, NOW).encode().encode()
+    assert len(said) < 4_000
+    found = Verdict.decode(said)
+    assert _seen(found) == [(rank, "mismatch") for rank in range(1, 10_000)]
+    assert found.seen_by(9_999) is None, "whether it differs from 9,998 is not known any more"
+    assert "is not known: of what the ranks have issued" in found.words(9_999)

@@ -54,9 +54,12 @@ class Exchange:
         self.trouble = ""
         """Why there is no connection."""
         self._said = False
+        self._phase = 0.0
 
-    def begin(self, address: tuple[str, int] | None, prefix: str) -> None:
-        """There is, or soon will be, a store at `address`, where keys begin with `prefix`; None: there is none."""
+    def begin(self, address: tuple[str, int] | None, prefix: str, phase_s: float = 0.0) -> None:
+        """There is, or soon will be, a store at `address`, where keys begin with `prefix`; None: there is none. The
+        second tick is `phase_s` later than it would be, and so are those after it."""
+        self._phase = phase_s
         self._address, self._prefix = address, prefix
         self.store = None
         self._retry = _RETRY_S
@@ -113,6 +116,8 @@ class Exchange:
                 return
             if monotonic() >= due:
                 due = monotonic() + TICK_S
+                if self.store is not None:
+                    due, self._phase = due + self._phase, 0.0
                 self._attempt(self._tick)
             if monotonic() >= look:
                 look = monotonic() + (self._attempt(self._look) or TICK_S)

@@ -37,7 +37,8 @@ _JUDGING_S: Final = 0.4
 """How long the elected rank looks for who is missing."""
 _LOOK_S: Final = 0.05
 _PUBLISHED_S: Final = 0.6
-"""How long the others wait for it, before they elect another one."""
+"""How long the others wait for it, before they elect another one, and how much longer for each rank of the group."""
+_A_RANK_S: Final = 1e-4
 _ROUNDS: Final = 3
 """Elections that a rank waits for."""
 _VERDICTS: Final = 30
@@ -49,6 +50,10 @@ LAST_S: Final = 1.0
 _STILL_TRUE_NS: Final = 3_000_000_000
 """So old may a report be that stands for what can't be found out any more."""
 _LAST_WORDS_S: Final = 0.25
+_TOGETHER: Final = 64
+"""So many ranks may tick at once."""
+_GOLDEN: Final = 0.618034
+"""Multiples of it, taken modulo 1, lie far from each other."""
 
 _GONE: Final = (Reason.DEAD, Reason.SILENT)
 
@@ -111,7 +116,9 @@ class JobRanks(Ranks):
             identity = self._run.identity
             self._statuses.rank, self._statuses.end = rank, ""
             self._one_trace.joining(address is not None, rank, world)
-            self._exchange.begin(address, prefix(identity.attempt, self._generation))
+            # Thousands of ranks that begin together don't tick together: what one asks for the next one has read.
+            phase_s = rank * _GOLDEN % TICK_S if world > _TOGETHER else 0.0
+            self._exchange.begin(address, prefix(identity.attempt, self._generation), phase_s)
 
     def joined(self, group: Group) -> None:
         self._making = None
@@ -286,49 +293,55 @@ class JobRanks(Ranks):
 
     def _agree(self, store: JobStore | None, wait: Wait, kind: str, seconds: float) -> Verdict:
         """What the elected one found; this rank may be it."""
-        identity = self._run.identity
-        self._names[wait.group.id] = nccl_uid(store, wait.group, identity.run, identity.attempt)
         if wait.name in TRANSFERS:
             return self._search(None, wait, 0.0)
+        found = self._elected(store, wait, kind, seconds)
+        if found.communicator is not None:
+            self._names[wait.group.id] = Communicator._make(found.communicator)
+        return found
+
+    def _elected(self, store: JobStore | None, wait: Wait, kind: str, seconds: float) -> Verdict:
         if store is None:
             return self._search(None, wait, seconds, self._exchange.trouble or "no connection to the job's store yet")
         key = f"{wait.group.id}/{wait.name}/{wait.seq}/{kind}"
         try:
             if kind == "error":
                 self._statuses.publish(store)
-            tried = 0
+            tried, latest = 0, None
             for round in range(_VERDICTS):
-                published = store.get(f"verdict/{key}/{round}")
-                if published is None:
-                    if store.add(f"elect/{key}/{round}") == 1:
-                        found = self._search(store, wait, seconds)
-                        store.set(f"verdict/{key}/{round}", found.encode())
-                        return found
-                    tried += 1
-                    if store.wait(f"verdict/{key}/{round}", _PUBLISHED_S):
-                        published = store.get(f"verdict/{key}/{round}")
-                if published is not None:
-                    found = Verdict.decode(published)
-                    # That of an attempt before this one tells nothing of it.
-                    fits = wait.seq or found.at >= self._statuses.time(wait.start)
-                    if fits and (found.missing is not None or tried == _ROUNDS):
-                        return found
+                if store.add(f"elect/{key}/{round}") == 1:
+                    named = nccl_uid(store, wait.group, self._run.identity.run, self._run.identity.attempt)
+                    found = self._search(store, wait, seconds)._replace(communicator=named)
+                    store.set(f"verdict/{key}/{round}", found.encode())
+                    return found
+                published = store.take(f"verdict/{key}/{round}", _PUBLISHED_S + len(wait.group.ranks) * _A_RANK_S)
+                found = Verdict.decode(published) if published is not None else None
+                if found is not None and not wait.seq and found.at < self._statuses.time(wait.start):
+                    continue  # that of an attempt before this one tells nothing of it
+                if found is not None and found.missing is not None:
+                    return found
+                tried, latest = tried + 1, found or latest
                 if tried == _ROUNDS:
                     break
+            if latest is not None:
+                return latest
         except StoreGone as error:
             return self._search(None, wait, seconds, f"the job's store is gone ({error})")
         return self._unknown("the ranks that were elected to find out did not answer")
 
     def _search(self, store: JobStore | None, wait: Wait, seconds: float, trouble: str = "") -> Verdict:
-        """Looks until it is shown who is missing, for so many seconds at most."""
+        """Looks until it is shown who is missing, for so many seconds at most. With thousands of ranks a look takes a
+        good part of them."""
         until = time.monotonic() + seconds
         while True:
+            began = time.monotonic()
             if store is not None:
                 self._statuses.find_neighbours(store)
             statuses = self._statuses.read_all(store, wait.group.ranks)
             since = self._statuses.time(wait.start)
             found = judge(wait, self._statuses.rank, statuses, since, self._statuses.now(), trouble)
-            if time.monotonic() >= until or self._is_shown(found, wait):
+            now = time.monotonic()
+            if now + (now - began) >= until or self._is_shown(found, wait):
                 return found
             time.sleep(_LOOK_S)
 

@@ -22,8 +22,11 @@ from otel_dl.semconv import KeepReason
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
-LOG_BYTES: Final = 65_536
-"""Of a minute's log at most: what comes later is counted and dropped."""
+LOG_BYTES: Final = 8_192
+"""Of a minute's log so much counts: what comes later is counted and dropped. Each rank reads the log once a second
+until it is full, and what is in it is not changed by what comes later: all read the same."""
+_LOST: Final = "requests to other ranks to keep a step"
+"""The key in `Run.dropped`."""
 WAITING: Final = 4_096
 """Requests of this rank that wait to be written at most; the oldest go first."""
 _CLOCKS_S: Final = 10
@@ -68,9 +71,11 @@ class KeepRequests:
         """In a forked child, which is a run of its own."""
         self._own: deque[tuple[str, int, int]] = deque(maxlen=WAITING)
         self._read_bytes: dict[int, int] = {}
-        """Of each minute's log, how far it was read."""
+        """Of each minute's log, how far it was read; LOG_BYTES: to its end."""
         self._slow: dict[int, Slow] = {}
         """Of each minute's log."""
+        self._written: dict[int, tuple[str, int]] = {}
+        """Steps that this rank has written into a log and has not read there yet: kind of the request, minute."""
         self._wanted: dict[int, int] = {}
         """Steps to be kept that are not yet: how often they were decided and nowhere to be found."""
         self._seen: dict[int, None] = {}
@@ -89,23 +94,23 @@ class KeepRequests:
             self._prefix = store.prefix
             self._read_bytes.clear()
             self._slow.clear()
+            self._written.clear()
 
     def write(self, store: JobStore) -> bool:
         held = self._run.held
         if held is None or not self._own:
             return False
+        self.read(store)  # a step that was slow for all ranks is proposed by one of them, or a few
         minute = self._minute()
-        if self._read_bytes.get(minute, 0) > LOG_BYTES:
-            self._run.dropped["requests to other ranks to keep a step"] += len(self._own)
-            self._own.clear()
-            return False
         slow = self._slow.get(minute)
         requests: list[tuple[str, int, int]] = []
         while self._own:
             request = kind, number, milliseconds = self._own.popleft()
             if number in self._seen:
                 continue
-            if kind == _PROPOSED and slow is not None and not slow.has_room(milliseconds):
+            if self._read_bytes.get(minute, 0) >= LOG_BYTES:
+                self._lose(kind, number)
+            elif kind == _PROPOSED and slow is not None and not slow.has_room(milliseconds):
                 held.refuse(number)
             else:
                 requests.append(request)
@@ -116,6 +121,9 @@ class KeepRequests:
         except StoreGone:
             self._own.extend(requests)
             raise
+        self._written.update({number: (kind, minute) for kind, number, _ in requests})
+        while len(self._written) > WAITING:
+            del self._written[next(iter(self._written))]
         return True
 
     def read(self, store: JobStore) -> None:
@@ -126,7 +134,7 @@ class KeepRequests:
         if self._read_until:  # this process may have been stopped
             first = max(first - _BEHIND, min(first, self._read_until))
         self._read_until = last
-        minutes = range(first, last + 1)
+        minutes = [minute for minute in range(first, last + 1) if self._read_bytes.get(minute, 0) < LOG_BYTES]
         for minute, log in zip(minutes, store.get_many([_key(minute) for minute in minutes]), strict=True):
             if log is not None:
                 self._take(minute, log)
@@ -146,11 +154,15 @@ class KeepRequests:
 
     def _take(self, minute: int, log: bytes) -> None:
         known = self._read_bytes.get(minute, 0)
-        self._read_bytes[minute] = len(log)
+        full = len(log) >= LOG_BYTES
+        if full:
+            log = log[: log.rindex(b" ", 0, LOG_BYTES) + 1]
+        self._read_bytes[minute] = LOG_BYTES if full else len(log)
         slow = self._slow.setdefault(minute, Slow())
         for word in log[known:].decode("ascii", "replace").split():
             kind = word[0]
             number, milliseconds = map(int, word[1:].split(":"))
+            self._written.pop(number, None)
             if kind == _PROPOSED and not slow.take(number, milliseconds):
                 if self._run.held is not None:
                     self._run.held.refuse(number)
@@ -158,10 +170,21 @@ class KeepRequests:
             if number not in self._seen:
                 self._seen[number] = None
                 self._wanted[number] = 0
+        if full:
+            for number, (kind, of) in list(self._written.items()):
+                if of == minute:
+                    del self._written[number]
+                    self._lose(kind, number)
         while len(self._seen) > 4 * WAITING:
             del self._seen[next(iter(self._seen))]
         while len(self._wanted) > WAITING:
             del self._wanted[next(iter(self._wanted))]
+
+    def _lose(self, kind: str, number: int) -> None:
+        """The log was full: nobody learns of this one."""
+        self._run.dropped[_LOST] += 1
+        if kind == _PROPOSED and self._run.held is not None:
+            self._run.held.refuse(number)
 
     def _keep(self) -> None:
         held = self._run.held

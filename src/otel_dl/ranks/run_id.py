@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.log import logger
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
 KEY: Final = "run"
 _WAIT_S: Final = 0.4
-"""Of each tick, while rank 0's is not there. (`TCPStore.wait` writes a warning to stderr where the time is over.)"""
-_POLL_S: Final = 0.02
+"""Of each tick, while rank 0's is not there."""
 
 
 def prefix(attempt: int, generation: int = 0) -> str:
@@ -119,11 +117,10 @@ class RunId:
         self._fill(expected, said)
 
     def _receive(self, store: JobStore, expected: Expected) -> None:
-        until = monotonic() + _WAIT_S
-        while (value := store.get(KEY)) is None:
-            if monotonic() > until:
-                return
-            sleep(_POLL_S)
+        # One question a tick: thousands of ranks may wait for rank 0 to begin.
+        value = store.take(KEY, _WAIT_S)
+        if value is None:
+            return
         said = _read(value)
         self.host_of_rank_0 = str(said["host"])
         self._fill(expected, said)

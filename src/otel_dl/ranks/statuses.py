@@ -161,8 +161,9 @@ class Statuses:
                 if value is not None:
                     status = RankStatus.decode(value)
                     found[rank] = status if self.knows_clock else status._replace(at=0)
+        asked = frozenset(ranks)
         for rank, page in self.neighbours().items():
-            if rank in ranks:
+            if rank in asked:
                 found[rank] = _joined(found.get(rank), page)
         return found
 

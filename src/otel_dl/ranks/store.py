@@ -28,7 +28,7 @@ _YES: Final = b"\0"
 """`CheckResponseType::READY`, `WaitResponseType::STOP_WAITING`."""
 _ROOT: Final = "/"
 """What torch puts before every key."""
-_MANY: Final = 1_000
+_MANY: Final = 2_000
 """Keys that are asked for at once: what is under way then fits the socket's buffers."""
 _FEW: Final = 8
 """Of so many each is looked for at once."""
@@ -98,7 +98,7 @@ class JobStore:
         return self._read(self._read_number())
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The value of each, None where it is missing: three messages for each thousand of them at most."""
+        """The value of each, None where it is missing: three messages for two thousand of them at most."""
         found: list[bytes | None] = []
         for first in range(0, len(keys), _MANY):
             some = keys[first : first + _MANY]
@@ -115,6 +115,13 @@ class JobStore:
         first, *others = (_number(1) + self._text(key) for key in keys)
         self._send(_CHECK, first, *(bytes((_CHECK,)) + other for other in others))
         return [answer == _YES[0] for answer in self._read(len(keys))]
+
+    def take(self, key: str, seconds: float) -> bytes | None:
+        """The value of a key that is there, or comes within this time; else None."""
+        if not self.wait(key, seconds):
+            return None
+        self._send(_GET, self._text(key))
+        return self._read(self._read_number())
 
     def wait(self, key: str, seconds: float) -> bool:
         """Whether the key was there, or came, within this time."""

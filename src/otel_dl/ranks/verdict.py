@@ -27,8 +27,12 @@ LEFT: Final = "has destroyed its process groups"
 NAMED: Final = 8
 """Ranks told one by one in words."""
 
+SHAPES: Final = 64
+"""Kinds of what ranks have issued that are told apart; where there are more, the rarer ones are one."""
+
 _SAME_SIZE: Final = frozenset({SpanName.ALL_REDUCE, SpanName.REDUCE, SpanName.BROADCAST, SpanName.BARRIER})
 """Collectives to which each rank gives the same number of bytes."""
+_OTHERS: Final = "something else"
 
 
 class Reason:
@@ -138,6 +142,8 @@ class Verdict(NamedTuple):
     """Why nobody can know, or what is peculiar where nobody is missing."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Where ranks issued what does not fit together under this number: what, and who."""
+    communicator: tuple[str, str] | None = None
+    """The group's `nccl.Communicator`: one rank looks for it."""
 
     def encode(self) -> str:
         """Every waiting rank reads it: ranks are ranges, and words are those that are told alone."""
@@ -149,7 +155,7 @@ class Verdict(NamedTuple):
                 more.setdefault(one.reason, []).append(one.rank)
         said = (
             self.at, self.by, named, {reason: _packed(who) for reason, who in more.items()}, _packed(self.arrived),
-            self.why, [(what, _packed(who)) for what, who in self.shapes],
+            self.why, [(what, _packed(who)) for what, who in self.shapes], self.communicator,
         )  # fmt: skip
         return json.dumps(said, separators=(",", ":"))
 
@@ -157,13 +163,14 @@ class Verdict(NamedTuple):
     def decode(cls, text: bytes) -> Verdict:
         """Of the ranks missing all but the first NAMED have lost their words. Raises ValueError or TypeError where it
         is none."""
-        at, by, named, more, arrived, why, shapes = json.loads(text)
+        at, by, named, more, arrived, why, shapes, communicator = json.loads(text)
         missing: tuple[Finding, ...] | None = None
         if named is not None:
             others = (Finding(rank, reason, "") for reason, who in more.items() for rank in _unpacked(who))
             missing = (*map(Finding._make, named), *sorted(others))
         return cls(
-            at, by, missing, _unpacked(arrived), why, tuple((what, _unpacked(who)) for what, who in shapes)
+            at, by, missing, _unpacked(arrived), why, tuple((what, _unpacked(who)) for what, who in shapes),
+            None if communicator is None else (communicator[0], communicator[1]),
         )  # fmt: skip
 
     def seen_by(self, rank: int) -> tuple[Finding, ...] | None:
@@ -171,6 +178,8 @@ class Verdict(NamedTuple):
         if self.missing is None or not self.shapes:
             return self.missing
         own = next((what for what, who in self.shapes if rank in who), self.shapes[0][0])
+        if own == _OTHERS:
+            return None  # they may differ from each other
         others = tuple(
             Finding(one, Reason.MISMATCH, f"has issued {what} under this number")
             for what, who in self.shapes
@@ -187,7 +196,8 @@ class Verdict(NamedTuple):
         if others:
             told.append(f"so {'has' if len(others) == 1 else 'have'} {_ranks(others)}")
         if missing is None:
-            told.append(f"which ranks are missing is not known: {self.why}")
+            why = self.why or "of what the ranks have issued under this number hardly any two are the same"
+            told.append(f"which ranks are missing is not known: {why}")
         else:
             told += [f"rank {one.rank} {one.words}" for one in missing[:NAMED]]
             if len(missing) > NAMED:
@@ -213,6 +223,8 @@ def judge(
     arrived: list[int] = []
     ended: list[str] = []
     doubtful: list[str] = []
+    # A store that is too slow makes all of them look silent; so it does this one, which is not.
+    is_slow = by in statuses and now - statuses[by].at > FRESH_NS
     own = _shape(wait.name, wait.size)
     shapes: dict[str, list[int]] = {own: [by]}
     for rank in sorted(wait.group.ranks):
@@ -245,7 +257,7 @@ def judge(
                 missing.append(Finding(rank, Reason.ELSEWHERE if left else Reason.DEAD, status.words(now)))
         elif status.life is Life.STOPPED:
             missing.append(Finding(rank, Reason.SILENT, status.words(now)))
-        elif not known and status.at and age > SILENT_NS:
+        elif not known and status.at and age > SILENT_NS and not is_slow:
             words = f"has given no sign of itself for {_seconds(age)}; {status.words(status.at, 'it was')}"
             missing.append(Finding(rank, Reason.SILENT, words))
         elif not known or has is None:
@@ -289,7 +301,10 @@ def _differing(shapes: Mapping[str, Sequence[int]]) -> tuple[tuple[str, tuple[in
     """Those of `shapes` where there is more than one: the most common first."""
     if len(shapes) < 2:
         return ()
-    return tuple((what, tuple(who)) for what, who in sorted(shapes.items(), key=lambda item: -len(item[1])))
+    common = sorted(shapes.items(), key=lambda item: -len(item[1]))
+    if len(common) > SHAPES:
+        common[SHAPES:] = [(_OTHERS, sorted(rank for _, who in common[SHAPES:] for rank in who))]
+    return tuple((what, tuple(who)) for what, who in common)
 
 
 def describe(name: str, group: str, seq: int) -> str:
@@ -302,15 +317,24 @@ def describe(name: str, group: str, seq: int) -> str:
 
 
 def _packed(ranks: Sequence[int]) -> str:
-    return ranges(ranks, len(ranks), sys.maxsize)
+    """Ranges; a bit each ("0x…") where that is shorter, as of every second rank."""
+    text = ranges(ranks, len(ranks), sys.maxsize)
+    if len(text) <= max(ranks, default=0) // 4:
+        return text
+    bits = bytearray(max(ranks, default=0) // 8 + 1)
+    for rank in ranks:
+        bits[rank // 8] |= 1 << rank % 8
+    return min(text, hex(int.from_bytes(bits, "little")), key=len)
 
 
 def _unpacked(text: str) -> tuple[int, ...]:
-    ranks: list[int] = []
+    if text.startswith("0x"):
+        return tuple(rank for rank, bit in enumerate(reversed(f"{int(text, 16):b}")) if bit == "1")
+    found: list[int] = []
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
