@@ -90,6 +90,13 @@ def test_ranks_share_a_trace_a_step(tmp_path: Path, world: int) -> None:
     assert {span.attributes["dl.clock.offset_ns"] for span in found.named("train.step")} == {0}
 
 
+def test_a_collective_long_before_the_first_step_does_not_keep_ranks_apart(tmp_path: Path) -> None:
+    found = job(tmp_path, 2, "3", "prepare=3.5")
+    assert validate(found.spans) == []
+    assert len(found.runs()) == 1
+    assert len(found.named("dist.barrier")) == 4
+
+
 def test_a_world_that_is_too_large_for_one_trace_has_one_a_rank(tmp_path: Path) -> None:
     found = job(tmp_path, 2, "5", OTEL_DL_TRACE_RANKS="1")
     assert validate(found.spans) == []

@@ -640,6 +640,14 @@ def test_a_process_that_makes_no_group_exports_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_instrumented_after_init_the_run_has_begun(tmp_path: Path) -> None:
+    """What hangs or fails before the first step, as in DDP's constructor, is told as well."""
+    join = f"dist.init_process_group('gloo', 'tcp://127.0.0.1:{children.free_port()}', rank=0, world_size=1)\n"
+    result = run(join + INSTRUMENT + "dist.all_reduce(torch.ones(1)); dist.destroy_process_group()", tmp_path)
+    assert result.code == 0, result
+    assert {"train.startup", "dist.all_reduce"} <= {span.name for span in spans_in(tmp_path)}
+
+
 @pytest.mark.parametrize(
     "store",
     ["dist.FileStore('/dev/null/store', 1)", "None, init_method='file:///dev/null/store'"],

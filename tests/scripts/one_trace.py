@@ -2,6 +2,7 @@
 
 `pause=S` in each step; `slow=STEP:RANK:S`: that rank sleeps so long in that step; `late=RANK:STEP`: it switches otel-dl
 on only then;
+`prepare=S`: after a collective it takes so long before its first step;
 `store=PATH`: a FileStore; `init=2`: joins twice; `before=N`: trains so many steps before it joins; `die=STEP:RANK`:
 exits with 1 in the first attempt; `fail=STEP:RANK`: an exception that the script catches; `absent=STEP:RANK:S`: the
 process group's limit is S seconds, and that rank does not come to that step's collective in time, which ends the job.
@@ -87,6 +88,9 @@ for _ in range(int(options.get("init", 1)) - 1):
     train(5, together=True)
     dist.destroy_process_group()
 join()
+if "prepare" in options:
+    dist.barrier()
+    time.sleep(float(options["prepare"]))
 try:
     train(steps, together=True)
     dist.barrier()

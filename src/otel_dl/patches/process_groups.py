@@ -117,6 +117,7 @@ def _tell_of_earlier(run: Run, c10d: Any) -> None:
     default = group_of()
     if default is not None:
         address = address_of(ask(c10d._get_default_store, None))
+        run.start((ask(c10d.get_rank, 0), len(default.ranks)))
         wait = Wait(SpanName.INIT_PROCESS_GROUP, default, 0, clock())
         run.ranks.joining(wait, address, ask(c10d.get_rank, 0), len(default.ranks))
         for group in known_groups():

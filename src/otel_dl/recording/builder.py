@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from otel_dl import threads
 from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
+from otel_dl.recording.collectives import OUTSIDE
 from otel_dl.recording.ranks import Stall
 from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, WorkersStarted, clock
 from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
@@ -182,6 +183,8 @@ class Builder:
         """Those outside any step, once it is clear that no evaluation takes them, and that they are complete or have
         been waited for long enough."""
         outside, before = self._run.collectives.outside, clock() - OUTSIDE_NS
+        if not final and self._is_unsettled() and len(outside) < OUTSIDE // 2:
+            return  # the first one built fixes the ids of the run, and rank 0's are taken over with the first step
         exported = not self._run.keep.head.off
         while outside and (final or outside[0].start < before):
             try:
