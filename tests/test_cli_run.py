@@ -301,6 +301,8 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self.pid, self.descriptor = pty.fork()
         if self.pid == 0:
+            for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where a shell runs the tests in the background
+                signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, [*OTEL_DL, "run", *arguments])
         self.seen = b""
 

@@ -59,7 +59,7 @@ _GONE: Final = (Reason.DEAD, Reason.SILENT)
 
 _PEER_LOST: Final = re.compile(
     r"Connection (closed|reset|refused) by peer|Connection reset|Broken pipe|Read timeout|remote process exited"
-    r"|NCCL communicator was aborted|unhandled system error|Socket closed|recvValue failed",
+    r"|monitoredBarrier|NCCL communicator was aborted|unhandled system error|Socket closed|recvValue failed",
     re.IGNORECASE,
 )
 """What backends say when another rank has gone (gloo/transport/tcp/pair.cc; ProcessGroupNCCL.cpp; TCPStore.cpp)."""
@@ -316,18 +316,21 @@ class JobRanks(Ranks):
                     return found
                 published = store.take(f"verdict/{key}/{round}", _PUBLISHED_S + len(wait.group.ranks) * _A_RANK_S)
                 found = Verdict.decode(published) if published is not None else None
-                if found is not None and not wait.seq and found.at < self._statuses.time(wait.start):
-                    continue  # that of an attempt before this one tells nothing of it
-                if found is not None and found.missing is not None:
-                    return found
+                if found is not None:
+                    if any(one.rank == self._statuses.rank for one in found.missing or ()):
+                        return self._search(store, wait, seconds)  # it was made before this rank had come
+                    if self._statuses.now() - found.at > _STILL_TRUE_NS:
+                        continue  # others have come since
+                    if not wait.seq and found.at < self._statuses.time(wait.start):
+                        continue  # that of an attempt before this one tells nothing of it
+                    if found.missing is not None:
+                        return found
                 tried, latest = tried + 1, found or latest
                 if tried == _ROUNDS:
                     break
-            if latest is not None:
-                return latest
+            return latest if latest is not None else self._search(store, wait, seconds)
         except StoreGone as error:
             return self._search(None, wait, seconds, f"the job's store is gone ({error})")
-        return self._unknown("the ranks that were elected to find out did not answer")
 
     def _search(self, store: JobStore | None, wait: Wait, seconds: float, trouble: str = "") -> Verdict:
         """Looks until it is shown who is missing, for so many seconds at most. With thousands of ranks a look takes a

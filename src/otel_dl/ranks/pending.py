@@ -8,24 +8,28 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.forensics import reader
+from otel_dl.ranks.statuses import is_in_distributed
+from otel_dl.recording.collectives import WAITED_FOR
 from otel_dl.recording.ranks import Group, Wait
-from otel_dl.recording.records import clock, to_epoch_ns
+from otel_dl.recording.records import Kind, clock, to_epoch_ns
 
 if TYPE_CHECKING:
     from otel_dl.forensics.reader import Page
     from otel_dl.recording.run import Run
 
+_WAITING: Final = int(Kind.FORWARD | Kind.BACKWARD)
+"""Phases in which C++ may wait for what it has issued."""
 _STILL_NS: Final = 1_000_000_000
 """Only where nothing has begun or ended for so long is the Flight Recorder asked."""
 
 
 def waiting(run: Run, groups: Mapping[str, Group]) -> Wait | None:
-    """The collective whose end this rank waits for in Python; None where it waits in none, or is not seen to."""
-    page = reader.decode(run.status.page)
-    latest = page.collective if page is not None else None
-    if latest is None or latest.state != "waiting" or latest.group not in groups:
-        return None
-    return Wait(latest.name, groups[latest.group], latest.seq, latest.start, latest.size)
+    """The first collective whose end this rank waits for in Python, in whatever thread; None where it waits in none, or
+    is not seen to."""
+    for collective in list(run.collectives.outstanding.values()):
+        if collective.state == WAITED_FOR and not collective.end and collective.communicator.id in groups:
+            return collective.wait()
+    return None
 
 
 def stuck(run: Run, groups: Mapping[str, Group]) -> Wait | None:
@@ -34,7 +38,9 @@ def stuck(run: Run, groups: Mapping[str, Group]) -> Wait | None:
     page = reader.decode(run.status.page)
     if page is None or clock() - page.last() < _STILL_NS:
         return None
-    return oldest(run, groups, page)
+    # One that computes in Python waits for nothing, whatever it has issued before.
+    waits = any(phase.kind & _WAITING for phase in page.phases or ()) or is_in_distributed(run.trainer)
+    return oldest(run, groups, page) if waits else None
 
 
 def oldest(run: Run, groups: Mapping[str, Group], page: Page) -> Wait | None:
@@ -42,21 +48,16 @@ def oldest(run: Run, groups: Mapping[str, Group], page: Page) -> Wait | None:
     latest = page.collective
     if latest is None or latest.state == "complete" or latest.group not in groups:
         return None
-    under_way = _by_flight_recorder(groups)
-    if under_way is None:
-        last = run.collectives.latest.get(latest.group)
-        if last is None or not last.watched:
-            return None  # its end would not have been seen
-        return Wait(latest.name, groups[latest.group], latest.seq, latest.start, latest.size)
+    under_way = _by_flight_recorder(run, groups)
     if not under_way:
-        return None
+        return None  # without a Flight Recorder its end may not have been seen
     first = min(under_way, key=lambda wait: wait.start)
     if (first.group.id, first.seq) == (latest.group, latest.seq):
         return first._replace(size=latest.size)
     return first
 
 
-def _by_flight_recorder(groups: Mapping[str, Group]) -> list[Wait] | None:
+def _by_flight_recorder(run: Run, groups: Mapping[str, Group]) -> list[Wait] | None:
     """Collectives under way, the first of each group; None where torch has no Flight Recorder for all backends (2.8).
 
     gloo's entries say `retired` once the work is over (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.15).
@@ -66,12 +67,12 @@ def _by_flight_recorder(groups: Mapping[str, Group]) -> list[Wait] | None:
     if dump is None:
         return None
     try:
-        return _of_dump(json.loads(dump(includeCollectives=True, onlyActive=True)), groups)
+        return _of_dump(json.loads(dump(includeCollectives=True, onlyActive=True)), run, groups)
     except (KeyError, ValueError, TypeError, RuntimeError):
         return None  # another torch's has another form
 
 
-def _of_dump(dump: Any, groups: Mapping[str, Group]) -> list[Wait]:
+def _of_dump(dump: Any, run: Run, groups: Mapping[str, Group]) -> list[Wait]:
     first: dict[str, Wait] = {}
     for entry in dump.get("entries", ()):
         group = entry["process_group"][0]
@@ -79,5 +80,7 @@ def _of_dump(dump: Any, groups: Mapping[str, Group]) -> list[Wait]:
             continue
         name = "dist." + entry["profiling_name"].partition(":")[2].removeprefix("_")
         start = clock() - (to_epoch_ns(clock()) - entry["time_created_ns"])
-        first[group] = Wait(name, groups[group], entry["collective_seq_id"], start)
+        latest = run.collectives.latest.get(group)
+        monitored = latest.communicator.monitored if latest is not None else 0
+        first[group] = Wait(name, groups[group], entry["collective_seq_id"] + monitored, start)
     return list(first.values())

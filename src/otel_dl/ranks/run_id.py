@@ -42,11 +42,16 @@ def host() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
+_taken: Final[set[str]] = set()
+"""Runs that this process has been in."""
+
+
 class RunId:
     """Takes part in the exchange. `joining` and `joined` are called by the thread that calls `init_process_group`."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._former = frozenset(_taken)
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -122,11 +127,14 @@ class RunId:
         if value is None:
             return
         said = _read(value)
+        if said["run"] in self._former:
+            return  # of the run that this process was in before `uninstrument`: rank 0's next one is on its way
         self.host_of_rank_0 = str(said["host"])
         self._fill(expected, said)
 
     def _fill(self, expected: Expected, said: dict[str, Any]) -> None:
         former = said["former"]
+        _taken.add(str(said["run"]))
         expected.fill(
             SharedRun(
                 str(said["run"]),

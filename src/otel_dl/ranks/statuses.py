@@ -63,6 +63,12 @@ def place_of(thread: threading.Thread | None) -> Place:
     return Place(sys._current_frames().get(thread.ident or 0) if thread is not None else None)  # pyright: ignore[reportPrivateUsage]
 
 
+def is_in_distributed(thread: threading.Thread) -> bool:
+    """Whether the innermost function of Python's that a thread is in is torch.distributed's."""
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    return frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename
+
+
 class Statuses:
     """Publishes this rank's, and reads the others'."""
 

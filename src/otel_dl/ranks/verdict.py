@@ -261,8 +261,11 @@ def judge(
             words = f"has given no sign of itself for {_seconds(age)}; {status.words(status.at, 'it was')}"
             missing.append(Finding(rank, Reason.SILENT, words))
         elif not known or has is None:
-            old = f"it has said nothing for {_seconds(age)}" if status.at else "nor how far its clock is off"
-            doubtful.append(f"what rank {rank} does now is not known ({old})")
+            if known:
+                doubtful.append(f"whether rank {rank} has come is not known: it has {status.words(now)[4:]}")
+            else:
+                old = f"it has said nothing for {_seconds(age)}" if status.at else "nor how far its clock is off"
+                doubtful.append(f"what rank {rank} does now is not known ({old})")
         elif not has:
             busy = status.waits is not None or status.doing == SpanName.NEXT
             missing.append(Finding(rank, Reason.ELSEWHERE if busy else Reason.LATE, status.words(now)))

@@ -43,6 +43,8 @@ OUTSIDE_NS: Final = 2_000_000_000
 """How long a collective outside any step waits: an evaluation may take it, and it may end."""
 OF_RUN: Final = 2_000
 """Spans in the run's own trace at most."""
+OF_GROUPS: Final = 1_000
+"""So many more where they make or end process groups."""
 
 
 class Spans(Protocol):
@@ -160,7 +162,9 @@ class Builder:
             # The step before may just be on its way here.
             if not isinstance(event, WorkerLife) or event.step is None or event.step < decided - 1:
                 events.remove(event)
-                if isinstance(event, Stall) or self._spans.of_run_so_far < OF_RUN:
+                # Collectives outside steps must not take the room of what makes and ends their groups.
+                room = OF_RUN + OF_GROUPS if isinstance(event, GroupChange) else OF_RUN
+                if isinstance(event, Stall) or self._spans.of_run_so_far < room:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
                     self._run.dropped[EVENTS] += 1

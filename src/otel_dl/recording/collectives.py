@@ -63,8 +63,22 @@ class Communicator:
     """A process group, as its collectives need it. `sequence` asks torch how many it has issued, transfers included
     where the backend counts them together (gloo); it raises where the backend does not count."""
 
-    __slots__ = ("_sequence", "bucket_round", "buckets", "complete", "count", "ddp", "describe", "id", "page",
-                 "size", "transfers", "was_transfer")  # fmt: skip
+    __slots__ = (
+        "_sequence",
+        "bucket_round",
+        "buckets",
+        "complete",
+        "count",
+        "ddp",
+        "describe",
+        "id",
+        "monitored",
+        "page",
+        "size",
+        "transfers",
+        "was_monitored",
+        "was_transfer",
+    )  # fmt: skip
 
     def __init__(
         self, id: str, size: int, describe: Callable[[], Group], sequence: Callable[[], int], transfers: int = 0
@@ -78,7 +92,9 @@ class Communicator:
         """What `sequence` said last."""
         self.transfers = transfers
         """How many of these were transfers: the Flight Recorder numbers those apart."""
-        self.was_transfer = False
+        self.was_transfer = self.was_monitored = False
+        self.monitored = 0
+        """Monitored barriers so far."""
         self.ddp = False
         """Whether gradient buckets of DDP go through it."""
         self.buckets = 0
@@ -86,15 +102,23 @@ class Communicator:
         self.complete = 0
         """When the latest of its collectives that is known to be complete was issued."""
 
-    def number(self, transfer: bool) -> int:
+    def number(self, transfer: bool, monitored: bool = False) -> int:
         """The number of the collective that is issued now, as the Flight Recorder's `collective_seq_id`; 0 of a
-        transfer. Read in torch 2.15 and 2.4: gloo counts before it records, so a hook before sees one less."""
+        transfer. Read in torch 2.15 and 2.4: gloo counts before it records, so a hook before sees one less.
+
+        A monitored barrier is made of transfers, of so many on rank 0 and so many on the others; here it is one
+        collective, for the Flight Recorder none.
+        """
         try:
             count = self._sequence()
         except RuntimeError:  # a backend that does not count: one each
             count = self.count + (not self.was_transfer)
         if self.was_transfer:
             self.transfers += count - self.count
+        elif self.was_monitored:
+            self.transfers += count - self.count - 1
+        self.was_monitored = monitored
+        self.monitored += monitored
         self.count = count
         self.was_transfer = transfer
         return 0 if transfer else count + 1 - self.transfers
@@ -112,7 +136,8 @@ class Collective:
     """One collective or transfer on this rank. Instants are readings of `clock`."""
 
     __slots__ = ("asynchronous", "bucket", "bucket_index", "communicator", "end", "failure", "how", "issued", "name",
-                 "page_op", "seq", "size", "source", "start", "ticket", "variant", "waited", "watched")  # fmt: skip
+                 "page_op", "seq", "size", "source", "start", "state", "ticket", "variant", "waited",
+                 "watched")  # fmt: skip
 
     def __init__(
         self, communicator: Communicator, name: str, page_op: int, variant: str, source: str, size: int, start: int,
@@ -206,6 +231,7 @@ class Collectives:
             self.show(collective, COMPLETE)
 
     def show(self, collective: Collective, state: int) -> None:
+        collective.state = state
         communicator = collective.communicator
         status: Status = self._run.status
         status.collective(

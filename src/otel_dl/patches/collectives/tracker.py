@@ -149,7 +149,7 @@ class Tracker:
         name, variant, place = op
         size = _bytes(tensors) if tensors else 0
         transfer = name in TRANSFERS
-        seq = communicator.number(transfer)
+        seq = communicator.number(transfer, name == SpanName.MONITORED_BARRIER)
         collectives = self.run.collectives
         if thread.op is not None:
             around = thread.around
