@@ -60,6 +60,14 @@ CASES = {
     "ended on such a host, before": (before(2, at=0, end="ValueError"), [(2, "dead")]),
     "has destroyed its groups before": (before(2, end=LEFT), [(2, "elsewhere")]),
     "has destroyed its groups after": (waits(2, end=LEFT, life=Life.RUNS), []),
+    "another group's latest, and what it said a moment ago": (
+        before(2, latest="3", life=Life.RUNS, whole_at=NOW - S),
+        [(2, "late")],
+    ),
+    "another group's latest, and what it said before the wait": (
+        before(2, latest="3", life=Life.RUNS, whole_at=SINCE - S),
+        None,
+    ),
     "ended, and what it had issued is not known": (says(2, None, latest="3", life=Life.DEAD, end="SIGTERM"), None),
 }
 

@@ -238,6 +238,7 @@ def _joined(said: RankStatus | None, page: RankStatus) -> RankStatus:
         issued={**said.issued}
         | {key: one for key, one in page.issued.items() if one.seq >= said.issued.get(key, one).seq},
         end=page.end or said.end,
+        whole_at=said.at,
         where=said.where if (said.doing, said.since) == (page.doing, page.since) else "",
     )
 

@@ -86,9 +86,11 @@ class RankStatus(NamedTuple):
     end: str
     """How it ended, in its own words: "finished", "SIGTERM", "ValueError"; "" where it has not, or could not say."""
     life: Life = Life.UNKNOWN
+    whole_at: int = 0
+    """When `issued` was known of every group, where `latest` says that it is not now."""
 
     def encode(self) -> str:
-        return json.dumps([*self[:-1], self.life.value], separators=(",", ":"))
+        return json.dumps([*self[:11], self.life.value], separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: bytes) -> RankStatus:
@@ -238,8 +240,8 @@ def judge(
             else:
                 doubtful.append(others_unknown or f"rank {rank} has given no sign of itself")
             continue
-        has = _has_issued(status, wait)
         age = now - status.at
+        has = _has_issued(status, wait, max(since, now - FRESH_NS))
         known = status.life is not Life.UNKNOWN or (status.at >= since and age <= FRESH_NS)
         issued = status.issued.get(wait.group.id)
         there = issued is not None and issued.name and issued.seq == wait.seq
@@ -285,14 +287,15 @@ def judge(
     )
 
 
-def _has_issued(status: RankStatus, wait: Wait) -> bool | None:
-    """Whether this rank has come to where `wait` is; None: not known."""
+def _has_issued(status: RankStatus, wait: Wait, since: int) -> bool | None:
+    """Whether this rank has come to where `wait` is, by what is not older than `since`; None: not known."""
     issued = status.issued.get(wait.group.id)
     if wait.seq == 0:
         return issued is not None or (status.waits is not None and status.waits[0] == wait.name)
     if issued is not None and issued.seq >= wait.seq:
         return True
-    return False if status.latest is None or status.latest == wait.group.id else None
+    is_whole = status.latest is None or status.latest == wait.group.id or status.whole_at >= since
+    return False if is_whole else None
 
 
 def _shape(name: str, size: int) -> str:
