@@ -28,6 +28,10 @@ OUTSTANDING: Final = 1_024
 GROUPS: Final = 4_096
 """Groups of which it is remembered what was issued last, at most."""
 
+HOOK: Final = "hook"
+CALL: Final = "call"
+"""How collectives are known, `dl.collective.source`: from hooks of the groups, or where Python calls torch."""
+
 ISSUED: Final = 1
 WAITED_FOR: Final = 2
 COMPLETE: Final = 3
@@ -129,7 +133,8 @@ class Communicator:
             count = self._sequence()
         except RuntimeError:
             return self.count - self.transfers if self.was_transfer else 0
-        return count - self.transfers - (count - self.count if self.was_transfer else 0)
+        beyond = count - self.count if self.was_transfer else count - self.count - 1 if self.was_monitored else 0
+        return count - self.transfers - beyond
 
 
 class Collective:
@@ -254,6 +259,8 @@ class Collectives:
         where a transfer came after it.
         """
         latest, communicator = self.latest.get(group), self._communicators.get(group)
+        if latest is not None and latest.seq and latest.source == HOOK:  # which sees all
+            return latest.seq, latest.name, latest.size
         number = communicator.issued() if communicator is not None else 0
         if latest is not None and latest.seq >= number > 0:
             return latest.seq, latest.name, latest.size

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.collectives import ddp, sources, waits
-from otel_dl.patches.collectives.tracker import CALL, HOOK, Tracker
+from otel_dl.patches.collectives.tracker import Tracker
+from otel_dl.recording.collectives import CALL, HOOK
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_dl.log import logger
-from otel_dl.patches.collectives.tracker import CALL, Tracker
-from otel_dl.recording.collectives import Bucket, How
+from otel_dl.patches.collectives.tracker import Tracker
+from otel_dl.recording.collectives import CALL, Bucket, How
 from otel_dl.recording.records import clock
 
 

@@ -18,7 +18,7 @@ from otel_dl.patches._patching import Patches
 from otel_dl.patches.collectives.ops import TRANSFERS, Op
 from otel_dl.patches.groups import ask, group_of
 from otel_dl.recording import context
-from otel_dl.recording.collectives import Bucket, Collective, Communicator, How
+from otel_dl.recording.collectives import CALL, Bucket, Collective, Communicator, How
 from otel_dl.recording.lane import is_failure
 from otel_dl.recording.ranks import Group, Wait
 from otel_dl.recording.records import clock
@@ -26,9 +26,6 @@ from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
-
-HOOK: Final = "hook"
-CALL: Final = "call"
 
 
 class Thread(threading.local):
