@@ -98,9 +98,15 @@ def test_the_others_name_who_is_missing(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
-def test_table_of_ends(world: int, tmp_path: Path) -> None:
-    for outcome in table([case._replace(world=world) for case in ENDS], tmp_path):
+def test_table_of_ends(tmp_path: Path) -> None:
+    for outcome in table(list(ENDS), tmp_path):
+        check(outcome)
+
+
+@pytest.mark.long
+def test_table_of_four_ranks(tmp_path: Path) -> None:
+    chosen = ("never", "sleeps", "stopped inside", "killed", "raises", "mismatch")
+    for outcome in table([case._replace(world=4) for case in ENDS if case.scenario in chosen], tmp_path):
         check(outcome)
 
 
@@ -115,6 +121,7 @@ def test_table_of_places(tmp_path: Path) -> None:
 def test_table_of_starters(starter: str, tmp_path: Path) -> None:
     chosen = ("sleeps", "killed", "raises", "stopped before", "late")
     cases = [case._replace(world=3, starter=starter) for case in ENDS if case.scenario in chosen]
+    cases.append(Case("killed", "ddp", world=3, starter=starter, reasons=DEAD))
     for outcome in table(cases, tmp_path):
         check(outcome)
 

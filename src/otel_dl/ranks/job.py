@@ -212,7 +212,7 @@ class JobRanks(Ranks):
         def last(store: JobStore | None) -> None:
             with contextlib.suppress(StoreGone):
                 self._farewell(store)
-            wait = self._wait()
+            wait = self._wait() or pending.stuck(self._run, self._groups, still_ns=0)
             found = self._unknown("")
             if wait is not None and how == "SIGTERM":
                 found = self._agree(store, wait, "error", _LAST_WORDS_S)

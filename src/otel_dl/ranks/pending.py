@@ -32,11 +32,11 @@ def waiting(run: Run, groups: Mapping[str, Group]) -> Wait | None:
     return None
 
 
-def stuck(run: Run, groups: Mapping[str, Group]) -> Wait | None:
-    """The oldest collective that is under way where this rank has not moved for a second: what it waits for in C++ (in
+def stuck(run: Run, groups: Mapping[str, Group], still_ns: int = _STILL_NS) -> Wait | None:
+    """The oldest collective that is under way where this rank has not moved for so long: what it waits for in C++ (in
     `backward`, on DDP's buckets) that it can't be seen to wait for."""
     page = reader.decode(run.status.page)
-    if page is None or clock() - page.last() < _STILL_NS:
+    if page is None or clock() - page.last() < still_ns:
         return None
     # One that computes in Python waits for nothing, whatever it has issued before.
     waits = any(phase.kind & _WAITING for phase in page.phases or ()) or is_in_distributed(run.trainer)

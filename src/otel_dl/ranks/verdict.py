@@ -119,7 +119,7 @@ class RankStatus(NamedTuple):
             said.append("outside of any step")
         if self.step is not None:
             said.append(f"at step {self.step}")
-        if self.since:
+        if self.since and self.life is not Life.DEAD:  # when it died is not known
             said.append(f"for {_seconds(now - self.since)}")
         if self.where:
             said.append(f"({self.where})")
