@@ -320,6 +320,17 @@ class TimeoutSource:
     TORCH: Final = "torch"
 
 
+class MissingReason:
+    """Why a rank is missing: `dl.missing.reason`."""
+
+    LATE: Final = "late"
+    ELSEWHERE: Final = "elsewhere"
+    SILENT: Final = "silent"
+    DEAD: Final = "dead"
+    MISMATCH: Final = "mismatch"
+    UNKNOWN: Final = "unknown"
+
+
 class KeepReason:
     """Why a trace is exported, in the order in which they are tried: the first that holds is the reason."""
 

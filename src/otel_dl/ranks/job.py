@@ -23,10 +23,11 @@ from otel_dl.ranks.one_trace import OneTrace
 from otel_dl.ranks.run_id import prefix
 from otel_dl.ranks.statuses import Statuses, place_of
 from otel_dl.ranks.store import JobStore, StoreGone
-from otel_dl.ranks.verdict import LEFT, TRANSFERS, Reason, Verdict, describe, judge
+from otel_dl.ranks.verdict import LEFT, TRANSFERS, Verdict, describe, judge
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
 from otel_dl.recording.records import clock
+from otel_dl.semconv import MissingReason as Reason
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run

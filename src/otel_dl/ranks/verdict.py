@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from otel_dl.forensics.samples import ranges
 from otel_dl.recording.ranks import Wait
+from otel_dl.semconv import MissingReason as Reason
 from otel_dl.semconv import SpanName
 
 FRESH_NS: Final = 2_000_000_000
@@ -33,15 +34,6 @@ SHAPES: Final = 64
 _SAME_SIZE: Final = frozenset({SpanName.ALL_REDUCE, SpanName.REDUCE, SpanName.BROADCAST, SpanName.BARRIER})
 """Collectives to which each rank gives the same number of bytes."""
 _OTHERS: Final = "something else"
-
-
-class Reason:
-    LATE: Final = "late"
-    ELSEWHERE: Final = "elsewhere"
-    SILENT: Final = "silent"
-    DEAD: Final = "dead"
-    MISMATCH: Final = "mismatch"
-    UNKNOWN: Final = "unknown"
 
 
 class Life(Enum):
