@@ -117,6 +117,14 @@ def test_ranks_that_do_not_fit_together_are_missing_to_each_other() -> None:
     assert [(one.rank, one.reason) for one in found.seen_by(1) or ()] == [(0, "mismatch")]
 
 
+def test_one_that_died_of_what_does_not_fit_is_not_missing() -> None:
+    """gloo aborts a rank that is sent too much."""
+    said = {1: waits(1), 2: waits(2, life=Life.DEAD), 3: says(3, Issued(431, "dist.all_reduce", 36))}
+    found = judge(WAIT, 0, said, SINCE, NOW)
+    assert _seen(found) == [(3, "mismatch")]
+    assert "rank 2 had come, and is dead" in found.words(0)
+
+
 def test_the_words() -> None:
     data = before(2, doing="dataloader.next", since=NOW - 93 * S)
     found = judge(WAIT, 0, {1: waits(1), 2: data, 3: waits(3)}, SINCE, NOW)

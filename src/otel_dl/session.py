@@ -211,7 +211,7 @@ class Session:
 
     def _finish(self, deadline: float, error: BaseException | None, how: str) -> None:
         self._error = error
-        self.run.finish(error)
+        self.run.finish(error, how == "SIGTERM")
         self.watch.finish()
         if self._builder is not None:
             self._builder.drain(deadline)  # first: a store that does not answer takes the time that is left

@@ -268,6 +268,11 @@ def judge(
             if shape:
                 shapes[shape].append(rank)
     differing = _differing(shapes)
+    if differing:
+        # gloo aborts a rank that is sent too much: one that had come, and died without a word, died of that.
+        died = {one.rank for one in missing if _has_issued(statuses[one.rank], wait, now)} - set(arrived)
+        ended += [f"rank {rank} had come, and is dead" for rank in sorted(died)]
+        missing = [one for one in missing if one.rank not in died]
     misfits = {rank for _, who in differing for rank in who}
     if doubtful:
         return Verdict(now, by, None, tuple(arrived), _some(doubtful))

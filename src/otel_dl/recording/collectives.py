@@ -274,6 +274,11 @@ class Collectives:
         self.outstanding.clear()
         self._run.status.collective(0, 0, 0, 0, 0, b"")
 
+    @property
+    def waits(self) -> bool:
+        """Whether a thread waits for one in Python."""
+        return any(each.state == WAITED_FOR and not each.end for each in list(self.outstanding.values()))
+
     def phase_over(self) -> None:
         """A backward pass, which waits for all of DDP's buckets, has ended."""
         now = clock()

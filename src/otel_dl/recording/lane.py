@@ -510,11 +510,14 @@ class Lane(LaneState):
         if self.bounds:
             self.run.close(step, end)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """The run ends: what is open is closed where its last event ended, with the exception that ends the process."""
+    def finish(self, error: BaseException | None = None, cut_off: Failure | None = None) -> None:
+        """The run ends: what is open is closed where its last event ended, with the exception that ends the process, or
+        with what has `cut_off` the step."""
         step = self.step
         if step is not None and self.bounds:
             self._settle_segment(step)
+            if step.error is None:
+                step.error = cut_off
             if error is not None and step.error is None and is_failure(error):
                 step.error = self._failure(error)
             self._drop_beginning(step)

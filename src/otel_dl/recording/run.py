@@ -16,13 +16,14 @@ from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
 from otel_dl.recording.collectives import Collectives
+from otel_dl.recording.failure import Failure
 from otel_dl.recording.held import Held
 from otel_dl.recording.identity import Expected, Identity, SharedRun
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
 from otel_dl.recording.ranks import Ranks
-from otel_dl.recording.records import Evaluation, Event, Step, clock
+from otel_dl.recording.records import Evaluation, Event, Kind, Step, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -38,6 +39,9 @@ EVENTS: Final = "starts and ends of workers and process groups, stalls"
 """The key in `Run.dropped` of those that found no room."""
 RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
+
+
+CUT_OFF: Final = Failure("SIGTERM", "SIGTERM ended the process in the middle of the step")
 
 
 class Run:
@@ -362,11 +366,12 @@ class Run:
             if isinstance(span, StepSpan) and span.step is not lane.step:
                 context.detach(span)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Closes what is open: the run ends, by `error` where one ends the process."""
+    def finish(self, error: BaseException | None = None, terminated: bool = False) -> None:
+        """Closes what is open: the run ends, by `error` or by SIGTERM where one of them ends the process."""
         # The end of the process may run in a thread of its own.
         lane: Lane = self.stepper or self.main or self.local.lane
-        lane.finish(error)
+        in_the_middle = lane.kinds & ~Kind.NEXT or self.collectives.waits
+        lane.finish(error, CUT_OFF if terminated and in_the_middle else None)
         former, self._handed_out = self._handed_out, None
         if former is not None:
             self._decided(self.step_ids(former.number, former.identity)[0], KeepReason.HEAD if former.head else "")
