@@ -74,7 +74,14 @@ def check(outcome: Outcome) -> None:
         # Of two that do not fit together gloo aborts the one that receives too much: it says nothing more (SIGABRT).
         assert any(_by_culprit(outcome, names) or names == {case.who: "mismatch"} for names in outcome.claims), context
         return
+    early = [told for told in outcome.told if told.ended_early]
+    assert not early or any(told.missing is not None or f"rank {case.who} " in told.words for told in early), context
     for told in outcome.told:
+        if told.ended_early and told.missing is None:
+            assert told.by == "nothing" or f"rank {case.who} " in told.words, (
+                f"rank {told.rank}: {told.words}\n{context}"
+            )
+            continue
         assert told.by != "nothing", f"rank {told.rank} says nothing\n{context}"
         # Never a wrong set; that it is not known stands where the store has gone with the culprit.
         unknown = (

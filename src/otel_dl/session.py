@@ -212,10 +212,11 @@ class Session:
     def _finish(self, deadline: float, error: BaseException | None, how: str) -> None:
         self._error = error
         self.run.finish(error, how == "SIGTERM")
+        self.ranks.ending(how)
         self.watch.finish()
         if self._builder is not None:
             self._builder.drain(deadline)  # first: a store that does not answer takes the time that is left
-        self.ranks.end(how, monotonic() + FOR_RANKS * (deadline - monotonic()))
+        self.ranks.end(monotonic() + FOR_RANKS * (deadline - monotonic()))
         if self._builder is not None:
             self._builder.drain(deadline, final=True)
         lost = self.run.dropped + self.relay.dropped

@@ -52,6 +52,8 @@ class Told(NamedTuple):
     """Rank → reason; None: it says that it does not know."""
     after: float
     """Seconds after torch's own exception, or the limit, or the event."""
+    ended_early: bool
+    """Whether its launcher may have ended it by SIGTERM before it came to the collective, or before it was heard."""
 
 
 class Outcome(NamedTuple):
@@ -166,6 +168,7 @@ def _told(case: Case, rank: int, notes: dict[int, dict[str, Any]], spans: Iterab
     named = [span for span in mine if "rank_id" in span.attributes]
     stalls = [span for span in named if span.name == "train.stall"]
     failed = [span for span in named if span.name != "train.stall"]
+    early = case.starter in ("torchrun", "spawn") and case.scenario in ("killed", "crashes", "raises")
     error = notes[rank].get("error")
     event = notes[case.who].get("event", {}).get("at")
     if error is not None:
@@ -175,13 +178,13 @@ def _told(case: Case, rank: int, notes: dict[int, dict[str, Any]], spans: Iterab
         since = torchs or error["at"]
         return Told(
             rank, "note" if words else "nothing", words, str(span.attributes["error.type"]) if span else "",
-            _missing(span) if span else None, error["at"] - since,
+            _missing(span) if span else None, error["at"] - since, early,
         )  # fmt: skip
     if stalls:
         last = stalls[-1]
         after = last.end_ns / 1e9 - event if event is not None else 0.0
-        return Told(rank, "report", last.message, str(last.attributes["error.type"]), _missing(last), after)
-    return Told(rank, "nothing", "", "", None, 0.0)
+        return Told(rank, "report", last.message, str(last.attributes["error.type"]), _missing(last), after, early)
+    return Told(rank, "nothing", "", "", None, 0.0, early)
 
 
 def _missing(span: Span) -> dict[int, str] | None:

@@ -7,7 +7,6 @@ elected through the store, and publishes what it found.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import threading
@@ -50,6 +49,7 @@ LAST_S: Final = 1.0
 """A wait is reported again so long before its limit."""
 _STILL_TRUE_NS: Final = 3_000_000_000
 """So old may a report be that stands for what can't be found out any more."""
+_JUST_NOW_NS: Final = 1_000_000_000
 _LAST_WORDS_S: Final = 0.25
 _TOGETHER: Final = 64
 """So many ranks may tick at once."""
@@ -102,6 +102,9 @@ class JobRanks(Ranks):
         self._reported: tuple[Wait, int] | None = None
         """What is waited in, and how many reports there were of it."""
         self._stalls = 0
+        self._last_words: _Answer | None = None
+        self._failing: tuple[Wait, int] | None = None
+        """What has failed last, and when."""
         self._names: dict[str, Communicator] = {}
         """By group, as far as they were asked for."""
         self._last: tuple[Wait, Verdict] | None = None
@@ -164,6 +167,7 @@ class JobRanks(Ranks):
         return explained
 
     def _find_out(self, error: BaseException, wait: Wait) -> Explained | None:
+        self._failing = wait, clock()
         waited = (clock() - wait.start) / 1e9
         found: Verdict | None = None
         if self._exchange.running:
@@ -202,30 +206,35 @@ class JobRanks(Ranks):
 
     # The end.
 
-    def end(self, how: str, deadline: float) -> None:
-        """The run ends: "finished", "SIGTERM", or the exception's name. A process that is ended while it waits says for
-        whom."""
+    def ending(self, how: str) -> None:
+        """The run is about to end: "finished", "SIGTERM", or the exception's name. `end` waits for what is said then: a
+        process that is ended while it waits says for whom."""
         if not self._exchange.running:
             return
         self._statuses.end = how
-        answer = _Answer()
+        self._last_words = answer = _Answer()
 
         def last(store: JobStore | None) -> None:
-            with contextlib.suppress(StoreGone):
-                self._farewell(store)
             wait = self._wait() or pending.stuck(self._run, self._groups, still_ns=0)
+            if wait is None and self._failing is not None and clock() - self._failing[1] < _JUST_NOW_NS:
+                wait = self._failing[0]  # its exception may not get so far as to be exported
             found = self._unknown("")
             if wait is not None and how == "SIGTERM":
                 found = self._agree(store, wait, "error", _LAST_WORDS_S)
                 names = found.seen_by(self._statuses.rank)
                 if names:
                     lost = any(one.reason in _GONE for one in names)
-                    self._report(wait, found, f"{_backend(wait.group)}_PEER_LOST" if lost else "SIGTERM")
+                    self._tell(wait, found, f"{_backend(wait.group)}_PEER_LOST" if lost else "SIGTERM")
             answer.give(found)
+            self._farewell(store)
 
         self._exchange.ask(last)
-        answer.take(min(ANSWER_S, max(0.0, deadline - time.monotonic()) * 0.8))
-        self._exchange.stop(min(deadline, time.monotonic() + LAST_S))
+
+    def end(self, deadline: float) -> None:
+        """The run ends, by `deadline` (monotonic)."""
+        if self._last_words is not None:
+            self._last_words.take(max(0.0, deadline - time.monotonic()))
+            self._exchange.stop(min(deadline, time.monotonic() + LAST_S))
 
     def _meet(self, store: JobStore | None) -> None:
         if store is not None:
@@ -277,6 +286,10 @@ class JobRanks(Ranks):
         return min(TICK_S, max(0.0, dues[due] - waited)) if due < len(dues) else TICK_S
 
     def _report(self, wait: Wait, found: Verdict, error_type: str) -> None:
+        self._tell(wait, found, error_type)
+        self._flush(_LAST_WORDS_S)
+
+    def _tell(self, wait: Wait, found: Verdict, error_type: str) -> None:
         waited = (clock() - wait.start) / 1e9
         explained = self._explained(wait, waited, found, error_type)
         self._last = wait, found
@@ -288,7 +301,6 @@ class JobRanks(Ranks):
         )
         if found.by == self._statuses.rank:
             logger.warning("otel-dl: %s.", explained.words)
-        self._flush(_LAST_WORDS_S)
 
     # In the exchange's thread: who is missing.
 
