@@ -250,7 +250,7 @@ class TestExporterSink:
         def broken() -> SpanExporter:
             raise ValueError("could not convert string to float: 'soon'")
 
-        sink = ExporterSink(broken, 1_000, "otlp", delay=0.01)
+        sink = ExporterSink(broken, 1_000, "otlp", delay=60)  # so that the flush asks before it fails
         sink.offer(spans(5))
         assert not sink.flush(soon())
         sink.offer(spans(5))

@@ -165,6 +165,8 @@ class Collective:
         """When the call into the backend came back; 0: it has not."""
         self.end = 0
         """0: not known to be complete."""
+        self.state = 0
+        """What was said of it last: ISSUED, WAITED_FOR or COMPLETE; 0: nothing yet."""
         self.how = How.PHASE
         self.waited = 0
         """ns that Python waited for it."""

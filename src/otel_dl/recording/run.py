@@ -370,8 +370,8 @@ class Run:
         """Closes what is open: the run ends, by `error` or by SIGTERM where one of them ends the process."""
         # The end of the process may run in a thread of its own.
         lane: Lane = self.stepper or self.main or self.local.lane
-        in_the_middle = lane.kinds & ~Kind.NEXT or self.collectives.waits
-        lane.finish(error, CUT_OFF if terminated and in_the_middle else None)
+        cut_off = terminated and (lane.kinds & ~Kind.NEXT or self.collectives.waits)
+        lane.finish(error, CUT_OFF if cut_off else None)
         former, self._handed_out = self._handed_out, None
         if former is not None:
             self._decided(self.step_ids(former.number, former.identity)[0], KeepReason.HEAD if former.head else "")
