@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.rank_jobs import Case, Outcome, run
@@ -104,47 +105,31 @@ def test_the_others_name_who_is_missing(case: Case, tmp_path: Path) -> None:
     check(outcome)
 
 
-@pytest.mark.long
-def test_table_of_ends(tmp_path: Path) -> None:
-    for outcome in table(list(ENDS), tmp_path):
-        check(outcome)
+def chosen(*scenarios: str, **changes: Any) -> list[Case]:
+    return [case._replace(**changes) for case in ENDS if case.scenario in scenarios]
+
+
+def started_by(starter: str) -> list[Case]:
+    some = chosen("sleeps", "killed", "raises", "stopped before", "late", world=3, starter=starter)
+    return [*some, Case("killed", "ddp", world=3, starter=starter, reasons=DEAD)]
+
+
+TABLES = {
+    "2 ranks": list(ENDS),
+    "4 ranks": chosen("never", "sleeps", "stopped inside", "killed", "raises", "mismatch", world=4),
+    "8 ranks": chosen("never", "sleeps", "killed", "stopped before", world=8, limit=20, starter="torchrun"),
+    "in backward, in a wait, rank 0": list(ELSEWHERE),
+    "torchrun": started_by("torchrun"),
+    "spawn": started_by("spawn"),
+    # No rank can read another's page: what is known is what each has said, by the store.
+    "hosts": chosen(
+        "sleeps", "late", "stopped before", "stopped inside", "killed", "raises", "uneven", world=3, starter="hosts"
+    ),
+}
 
 
 @pytest.mark.long
-def test_table_of_four_ranks(tmp_path: Path) -> None:
-    chosen = ("never", "sleeps", "stopped inside", "killed", "raises", "mismatch")
-    for outcome in table([case._replace(world=4) for case in ENDS if case.scenario in chosen], tmp_path):
-        check(outcome)
-
-
-@pytest.mark.long
-def test_table_of_places(tmp_path: Path) -> None:
-    for outcome in table(list(ELSEWHERE), tmp_path):
-        check(outcome)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("starter", ["torchrun", "spawn"])
-def test_table_of_starters(starter: str, tmp_path: Path) -> None:
-    chosen = ("sleeps", "killed", "raises", "stopped before", "late")
-    cases = [case._replace(world=3, starter=starter) for case in ENDS if case.scenario in chosen]
-    cases.append(Case("killed", "ddp", world=3, starter=starter, reasons=DEAD))
-    for outcome in table(cases, tmp_path):
-        check(outcome)
-
-
-@pytest.mark.long
-def test_table_of_hosts(tmp_path: Path) -> None:
-    """No rank can read another's page: what is known is what each has said, by the store."""
-    chosen = ("sleeps", "late", "stopped before", "stopped inside", "killed", "raises", "uneven")
-    cases = [case._replace(world=3, starter="hosts") for case in ENDS if case.scenario in chosen]
-    for outcome in table(cases, tmp_path):
-        check(outcome)
-
-
-@pytest.mark.long
-def test_table_of_eight_ranks(tmp_path: Path) -> None:
-    chosen = ("never", "sleeps", "killed", "stopped before")
-    cases = [case._replace(world=8, limit=20, starter="torchrun") for case in ENDS if case.scenario in chosen]
-    for outcome in table(cases, tmp_path, at_once=1):
+@pytest.mark.parametrize("name", TABLES)
+def test_table(name: str, tmp_path: Path) -> None:
+    for outcome in table(TABLES[name], tmp_path, at_once=1 if name == "8 ranks" else 2):
         check(outcome)
