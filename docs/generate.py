@@ -33,6 +33,7 @@ def names() -> str:
         "## Spans",
         "",
         *(f"- `{value}`" for name, value in vars(semconv.SpanName).items() if name.isupper()),
+        "- `cudnn::<op>`, `cudnn::<op>_backward_input`, `cudnn::<op>_backward_weight` of `conv1d` … `conv_transpose3d`",
         "",
         "## Attributes",
         "",
@@ -43,7 +44,7 @@ def names() -> str:
     ]
     for attribute in semconv.ATTRIBUTES:
         kind = attribute.kind if isinstance(attribute.kind, str) else attribute.kind.__name__
-        on = ", ".join("*first*" if name == "first" else f"`{name}`" for name in sorted(attribute.on))
+        on = ", ".join(sorted({_place(name) for name in attribute.on}))
         rows.append(
             f"| `{attribute.name}` | {kind} | {on} | {'yes' if attribute.built else ''} | {attribute.meaning} |"
         )
@@ -51,6 +52,12 @@ def names() -> str:
     rows += [f"- `{name}` ({kind.__name__})" for name, kind in semconv.RESOURCE.items()]
     rows += ["- `dl.worker.id` (int), in a DataLoader worker", ""]
     return "\n".join(rows)
+
+
+def _place(name: str) -> str:
+    if name in semconv.CONVOLUTIONS:
+        return "`cudnn::*`"
+    return "*first*" if name == "first" else f"`{name}`"
 
 
 def main() -> int:

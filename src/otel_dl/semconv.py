@@ -48,6 +48,11 @@ class SpanName:
     SCATTER: Final = "dist.scatter"
     SEND: Final = "dist.send"
     STALL: Final = "train.stall"
+    SYNCHRONIZE: Final = "cuda.synchronize"
+    COMPILE: Final = "torch.compile"
+    AUTOTUNE: Final = "triton.autotune"
+    CAPTURE: Final = "cuda.graph.capture"
+    DALI_RUN: Final = "dali.run"
 
 
 FIRST_SPANS: Final = frozenset({SpanName.STARTUP, SpanName.STEP, SpanName.EVAL, SpanName.STALL})
@@ -85,6 +90,16 @@ COLLECTIVES: Final = frozenset(
 GROUPS: Final = frozenset({SpanName.INIT_PROCESS_GROUP, SpanName.NEW_GROUP, SpanName.DESTROY_PROCESS_GROUP})
 """What makes and ends process groups."""
 
+CONVOLUTIONS: Final = frozenset(
+    f"cudnn::{operation}{direction}"
+    for operation in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    for direction in ("", "_backward_input", "_backward_weight")
+)
+"""`cudnn::<op>`: one convolution by cuDNN; the forward has no suffix."""
+
+ONE_TIME: Final = frozenset({SpanName.COMPILE, SpanName.AUTOTUNE, SpanName.CAPTURE})
+"""Work that is done once, and is no training."""
+
 _ANY_FIRST: Final = "first"
 
 
@@ -110,6 +125,10 @@ _NEXT_FETCH = _on(SpanName.NEXT, SpanName.FETCH)
 _OF_A_WORKER = _NEXT_FETCH | {SpanName.WORKER}
 _OF_A_LOADER = _OF_A_WORKER | {SpanName.START_WORKERS}
 _MAKES_GROUPS = _on(SpanName.INIT_PROCESS_GROUP, SpanName.NEW_GROUP)
+_SUMMED = PHASES | {SpanName.STEP, SpanName.EVAL}
+"""What sums up the details that became no span: the step, where they ran in no phase."""
+_ON_A_DEVICE = PHASES | CONVOLUTIONS | {SpanName.STEP, SpanName.SYNCHRONIZE, SpanName.DALI_RUN, SpanName.CAPTURE}
+_OF_A_LINE = _on(SpanName.STALL, SpanName.SYNCHRONIZE)
 _CAN_BE_STUCK = COLLECTIVES | GROUPS | PHASES | {SpanName.STALL, SpanName.STEP}
 """Phases and the step where the exception that left them is a collective's."""
 
@@ -159,8 +178,74 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         meaning="what was left out of this step for its trace to stay under 10,000 spans, by name: how many, how long",
     ),
     Attribute(
-        "is_warmup", bool, PHASES | {SpanName.STEP}, built=True, meaning="one-time work (lazy start-up) ran inside"
+        "is_warmup",
+        bool,
+        PHASES | CONVOLUTIONS | ONE_TIME | {SpanName.STEP},
+        built=True,
+        meaning="one-time work (autotuning, compilation, lazy start-up) ran inside",
     ),
+    Attribute(
+        "dl.conv.key",
+        str,
+        CONVOLUTIONS,
+        built=True,
+        meaning="what cuDNN's autotuner tells apart, as `name=value` pairs",
+    ),
+    Attribute(
+        "dl.conv.changed",
+        str,
+        CONVOLUTIONS,
+        meaning="what differs from the last key of this convolution: `x: 64,3,8,8 → 128,3,8,8`",
+    ),
+    Attribute(
+        "dl.warmup.source", str, CONVOLUTIONS, meaning="of a warm-up: `predicted` (the key is new) or `observed`"
+    ),
+    Attribute(
+        "dl.conv.summed", int, _SUMMED, meaning="convolutions that found their plan and became no span of their own"
+    ),
+    Attribute("dl.conv.summed_ms", float, _SUMMED, meaning="how long the host spent in them"),
+    Attribute(
+        "dl.sync.op",
+        str,
+        _on(SpanName.SYNCHRONIZE),
+        built=True,
+        meaning="what waited: `Tensor.item`, `torch.cuda.synchronize`, …",
+    ),
+    Attribute(
+        "dl.sync.wait_ms",
+        float,
+        _on(SpanName.SYNCHRONIZE),
+        meaning="waiting for work that was queued before; absent where it can't be told from copying",
+    ),
+    Attribute("dl.sync.copy_ms", float, _on(SpanName.SYNCHRONIZE), meaning="copying"),
+    Attribute("dl.sync.summed", int, _SUMMED, meaning="waits shorter than `OTEL_DL_SYNC_MIN_MS`, which became no span"),
+    Attribute("dl.sync.summed_ms", float, _SUMMED, meaning="how long they were in all"),
+    Attribute("dl.device", str, _ON_A_DEVICE, meaning="`cuda:0`"),
+    Attribute(
+        "dl.device.duration_ms",
+        float,
+        PHASES | {SpanName.STEP},
+        meaning="time on the device between two events at its ends, read without waiting",
+    ),
+    Attribute(
+        "dl.memory.peak_bytes",
+        int,
+        _on(SpanName.STEP),
+        meaning="the most that the device's allocator had given out in it",
+    ),
+    Attribute(
+        "dl.memory.alloc_retries", int, _on(SpanName.STEP), meaning="allocations that had to free cached blocks first"
+    ),
+    Attribute(
+        "dl.compile.name",
+        str,
+        _on(SpanName.COMPILE),
+        meaning="the function that was compiled, with the compiler's number of it",
+    ),
+    Attribute("dl.compile.recompiled", bool, _on(SpanName.COMPILE), meaning="whether it had been compiled before"),
+    Attribute("dl.compile.reason", str, _on(SpanName.COMPILE), meaning="torch's own reason of a recompilation"),
+    Attribute("dl.compile.cache", str, _on(SpanName.COMPILE), meaning="of inductor's cache: `hit`, `miss`, `bypass`"),
+    Attribute("dl.compile.graph_breaks", int, _on(SpanName.COMPILE), meaning="graph breaks in this function"),
     Attribute("dl.loader.id", int, _OF_A_LOADER, meaning="loaders counted in the process"),
     Attribute("dl.batch.index", int, _NEXT_FETCH, meaning="the loader's own batch number in this epoch"),
     Attribute("dl.worker.id", int, _OF_A_WORKER, meaning="the worker; of a batch, the one that read it"),
@@ -276,13 +361,19 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     ),
     Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be, either way"),
     Attribute("dl.stall.in", str, _on(SpanName.STALL), built=True, meaning="what has not come back: a span's name"),
-    Attribute("code.file.path", str, _on(SpanName.STALL), meaning="the user's line that waits"),
-    Attribute("code.line.number", int, _on(SpanName.STALL), meaning="the user's line that waits"),
-    Attribute("code.function.name", str, _on(SpanName.STALL), meaning="the user's function that waits"),
+    Attribute("code.file.path", str, _OF_A_LINE, meaning="the user's line that waits"),
+    Attribute("code.line.number", int, _OF_A_LINE, meaning="the user's line that waits"),
+    Attribute("code.function.name", str, _OF_A_LINE, meaning="the user's function that waits"),
     Attribute(
         "error.type",
         str,
-        PHASES | FIRST_SPANS | COLLECTIVES | GROUPS | {SpanName.FETCH, SpanName.START_WORKERS, SpanName.WORKER},
+        PHASES
+        | FIRST_SPANS
+        | COLLECTIVES
+        | GROUPS
+        | CONVOLUTIONS
+        | ONE_TIME
+        | {SpanName.FETCH, SpanName.START_WORKERS, SpanName.WORKER, SpanName.SYNCHRONIZE, SpanName.DALI_RUN},
         meaning="the exception's qualified name; of a worker also the signal's; of a collective `GLOO_TIMEOUT`,"
         " `NCCL_TIMEOUT`, … when its time limit has passed, `GLOO_PEER_LOST`, `NCCL_PEER_LOST` before",
     ),

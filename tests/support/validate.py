@@ -16,7 +16,7 @@ from otel_dl import semconv
 from otel_dl.semconv import ATTRIBUTES, BY_NAME, FIRST_SPANS, RESOURCE, Attribute, KeepReason, SpanName, TraceKind
 from otel_dl.viewing.reading import Span
 
-_NAMES = {value for name, value in vars(SpanName).items() if name.isupper()}
+_NAMES = {value for name, value in vars(SpanName).items() if name.isupper()} | semconv.CONVOLUTIONS
 _REASONS = {value for name, value in vars(KeepReason).items() if name.isupper()}
 _KINDS = {
     SpanName.STARTUP: TraceKind.RUN,

@@ -151,7 +151,7 @@ class Keep:
         slow = self.slow.add(step.end - step.start)
         if slow and self._late is not None:
             slow = self._late[KeepReason.SLOW] + self._late[KeepReason.PEER] < CAP_PER_RUN
-        if step.number and step.error is None and not (slow or step.head or step.requested):
+        if step.number and step.error is None and not (slow or step.head or step.requested or step.warm):
             return ""
         if self.head.off:
             return ""
@@ -162,7 +162,7 @@ class Keep:
             reason = KeepReason.REQUESTED
         elif slow and (self._late is not None or self.has_room(KeepReason.SLOW, step.end)):
             reason = KeepReason.SLOW
-        elif step.number == 0 and self.has_room(KeepReason.WARMUP, step.end):
+        elif (step.number == 0 or step.warm) and self.has_room(KeepReason.WARMUP, step.end):
             reason = KeepReason.WARMUP
         elif step.head:
             reason = KeepReason.HEAD

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
+from otel_dl.recording.details import Detail
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
 from otel_dl.recording.records import Evaluation, Kind, Step, clock
@@ -55,6 +56,10 @@ def _is_of_another_epoch(record: tuple[Any, ...], loader: int, epoch: int) -> bo
     """Whether `record` is a batch of this loader, and not of this epoch of it."""
     batch = record[4]
     return batch is not None and batch[0] == loader and batch[1] != epoch
+
+
+def has_warm(records: list[tuple[Any, ...]]) -> bool:
+    return any(isinstance(record[0], Detail) and record[0].warm for record in records)
 
 
 class Segment(Enum):
@@ -167,6 +172,21 @@ class Lane(LaneState):
         else:
             step.dropped += 1
 
+    def note(self, record: tuple[Any, ...], warm: bool) -> None:
+        """Something happened within a phase, or between two: see `details`. Any thread may say so."""
+        step = self.step
+        if step is None or step.ended:
+            if self._evaluation is not None and self.bounds:
+                self._evaluated([record])
+            return
+        if len(step.records) < self._capacity:
+            step.records.append(record)
+        else:
+            step.dropped += 1
+        if warm:
+            step.warm = True
+            step.plain = False
+
     def end_optimizer(self, start: int, optimizer: int) -> None:
         """The step of the optimizer with this id, which began at `start`, ends."""
         self.end(OPTIMIZER, start)
@@ -225,6 +245,7 @@ class Lane(LaneState):
             fresh.records[:0] = step.records
             fresh.dropped, fresh.error = step.dropped, step.error
             fresh.segment, fresh.boundary = step.segment, step.boundary
+            fresh.warm = step.warm
             if step.collectives:
                 fresh.collectives, fresh.plain = step.collectives, False
             self.step = fresh
@@ -242,6 +263,8 @@ class Lane(LaneState):
             del tail[:trained]
             start, end = min((record[1] for record in tail), default=clock()), step.last(step.start)
         self.former = step.optimizers
+        warm = step.warm and has_warm(tail)
+        step.warm = step.warm and has_warm(step.records)
         later = [collective for collective in step.collectives if collective.start >= start]
         if later:
             step.collectives = [collective for collective in step.collectives if collective.start < start]
@@ -250,6 +273,8 @@ class Lane(LaneState):
         fresh.records.extend(tail)
         if later:
             fresh.collectives, fresh.plain = later, False
+        if warm:
+            fresh.warm, fresh.plain = True, False
         fresh.boundary = (0, start)
 
     @property

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
     from otel_dl.recording.collectives import Collective
+    from otel_dl.recording.details import Detail
     from otel_dl.recording.failure import Failure
     from otel_dl.recording.identity import Identity
     from otel_dl.recording.run import StepSpan
@@ -87,12 +88,12 @@ class Batch(NamedTuple):
 class Record(NamedTuple):
     """One event. On the hot path a plain tuple with these fields in this order (a NamedTuple costs 100 ns more).
 
-    `kind` is a `Kind`, or the name of a span that the user asked for. `start` and `end` are readings of `clock`: the
-    phases of a thread are nested, so which record is whose parent follows from them. `error` is the exception that
-    left it.
+    `kind` is a `Kind`, the name of a span that the user asked for, or what happened within a phase. `start` and `end`
+    are readings of `clock`: the phases of a thread are nested, so which record is whose parent follows from them.
+    `error` is the exception that left it.
     """
 
-    kind: int | str
+    kind: int | str | Detail
     start: int
     end: int
     error: Failure | None
@@ -198,6 +199,8 @@ class Step(StepState):
     """A list from the first one on, made by `Collectives.issue`."""
     explicit = False
     requested = False
+    warm = False
+    """Whether one-time work ran in it."""
     reason = ""
     identity: Identity | None = None
     """Of this process when it was opened; None in a thread that bounds none."""

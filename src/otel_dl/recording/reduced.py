@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from otel_dl.recording.details import Detail
 from otel_dl.recording.records import NAMES, Record
 
 if TYPE_CHECKING:
@@ -57,4 +58,6 @@ def _spans(record: Record) -> int:
 def _name(record: Record) -> str:
     if isinstance(record.kind, str):
         return record.kind.encode("utf-8", "replace").decode()
+    if isinstance(record.kind, Detail):
+        return record.kind.name
     return NAMES[int(record.kind)]

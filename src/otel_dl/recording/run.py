@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanContext
 
 from otel_dl.recording import context, ids
 from otel_dl.recording.collectives import Collectives
+from otel_dl.recording.details import Detail
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.held import Held
 from otel_dl.recording.identity import Expected, Identity, SharedRun
@@ -327,6 +328,13 @@ class Run:
         """Steps before this one are decided. (`number` is behind while ordinary steps become one another.)"""
         step = self.current
         return self.number if step is None else step.number
+
+    def note(self, detail: Detail, start: int, end: int, error: Failure | None = None) -> None:
+        """`detail` happened between these readings of `clock`, in the thread that trains or one that works for it (the
+        autograd engine's). Outside any step it is evaluation's, or nobody's."""
+        lane = self.stepper or self.main
+        if lane is not None:
+            lane.note((detail, start, end, error, None), bool(detail.warm))
 
     def tell_step(self, words: str) -> int | None:
         """The number of the step that is open, which `words` are about should it fail now; None where none is."""

@@ -18,6 +18,7 @@ from otel_dl import semconv
 from otel_dl.recording import ids
 from otel_dl.recording.collectives import Collective
 from otel_dl.recording.collectives import attributes as collective_attributes
+from otel_dl.recording.details import Detail, Settled, settle
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.ranks import Stall
 from otel_dl.recording.records import (
@@ -117,9 +118,9 @@ class SpanBuilder:
         self._be(identity)
         context = _context(*run.step_ids(step.number, identity))
         parent: SpanContext | None = None
-        records, collectives, reduced = reduce(
-            [Record._make(record) for record in step.records], step.collectives, self._room(identity)
-        )
+        settled = settle(Record._make(record) for record in step.records)
+        records, collectives, reduced = reduce(settled.records, step.collectives, self._room(identity))
+        settled = settled._replace(records=records)
         # The context of the run's trace; the former kept step; a span of the user's around the step.
         links = [Link(_context(*run.run_ids()))]
         former = self._former(step.number, context)
@@ -128,15 +129,15 @@ class SpanBuilder:
         if step.link is not None:
             links.append(Link(step.link))
         if identity.shared and identity.rank:
-            first = _context(*run.step_ids(step.number, identity, rank=0))
+            zeros = _context(*run.step_ids(step.number, identity, rank=0))
             if run.one_trace(identity):
-                parent = first
+                parent = zeros
             else:
-                links.append(Link(first))
-        warm = step.number == 0
-        attributes = self._first(TraceKind.STEP, step.reason, step.dropped)
+                links.append(Link(zeros))
+        first = step.number == 0
+        attributes = self._first(TraceKind.STEP, step.reason, step.dropped) | settled.sums.get(0, {})
         attributes["dl.step"] = step.number
-        attributes["is_warmup"] = warm
+        attributes["is_warmup"] = first or step.warm
         epoch = next((record.batch[1] for record in records if record.batch is not None), None)
         if epoch is not None:
             attributes["dl.epoch"] = epoch
@@ -151,7 +152,7 @@ class SpanBuilder:
                        words=step.words)
         ]  # fmt: skip
         ordinal = self._phases(
-            context, records, warm, step.reason, spans, step.words, collectives, max(step.end, step.start)
+            context, settled, first, step.reason, spans, step.words, collectives, max(step.end, step.start)
         )
         for life in lives:
             ordinal += 1
@@ -169,10 +170,11 @@ class SpanBuilder:
         collectives = evaluation.collectives
         if collectives:
             start, end = min(start, collectives[0].start), max(end, *(c.end for c in collectives))
-        attributes = self._first(TraceKind.EVAL, evaluation.reason, evaluation.dropped)
+        settled = settle(records)
+        attributes = self._first(TraceKind.EVAL, evaluation.reason, evaluation.dropped) | settled.sums.get(0, {})
         links = [Link(_context(*self._run.run_ids()))]
         spans = [self._span(SpanName.EVAL, context, None, start, end, attributes, evaluation.error, links)]
-        self._phases(context, records, False, evaluation.reason, spans, "", collectives, end)
+        self._phases(context, settled, False, evaluation.reason, spans, "", collectives, end)
         return spans
 
     def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
@@ -285,19 +287,23 @@ class SpanBuilder:
     # Their parts.
 
     def _phases(
-        self, root: SpanContext, records: list[Record], warm: bool, reason: str, spans: list[ReadableSpan],
+        self, root: SpanContext, settled: Settled, warm: bool, reason: str, spans: list[ReadableSpan],
         words: str = "", collectives: Sequence[Collective] = (), end: int = 0,
     ) -> int:  # fmt: skip
-        """Appends them to `spans`; the number of the last one in this trace, which ends at `end`."""
+        """Appends them to `spans`; the number of the last one in this trace, which ends at `end`. `warm`: all of it is
+        warm-up."""
         around: list[tuple[Record, SpanContext]] = []
         ordinal = 0
         issued = sorted(collectives, key=_issued_at, reverse=True)
-        for record in _nested(records):
+        for record in settled.records:
             while issued and issued[-1].start < record.start:
                 ordinal += 1
                 spans.append(self._collective(issued.pop(), root, ordinal, around, end))
             ordinal += 1
             context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+            if isinstance(record.kind, Detail):
+                spans.append(self._detail(record.kind, record, context, root, around))
+                continue
             while around and record.end > around[-1][0].end:
                 around.pop()
             parent = around[-1][1] if around else root
@@ -313,7 +319,8 @@ class SpanBuilder:
                 name, scope = record.kind.encode("utf-8", "replace").decode(), _USER_SCOPE
             else:
                 name, scope = NAMES[int(record.kind)], _SCOPE
-                attributes["is_warmup"] = warm
+                attributes |= settled.sums.get(id(record), {})
+                attributes["is_warmup"] = warm or id(record) in settled.warm
             batch = Batch._make(record.batch) if record.batch is not None else None
             if batch is not None:
                 attributes |= _batch_attributes(batch)
@@ -348,6 +355,17 @@ class SpanBuilder:
             ordinal += 1
             spans.append(self._collective(issued.pop(), root, ordinal, around, end))
         return ordinal
+
+    def _detail(
+        self, detail: Detail, record: Record, context: SpanContext, root: SpanContext,
+        around: list[tuple[Record, SpanContext]],
+    ) -> ReadableSpan:  # fmt: skip
+        """Under the innermost phase that it lies in. Nothing lies in it."""
+        parent = next((phase for each, phase in reversed(around) if each.end >= record.end), root)
+        attributes = detail.attributes()
+        if detail.warm is not None:
+            attributes["is_warmup"] = detail.warm
+        return self._span(detail.name, context, parent, record.start, record.end, attributes, record.error, ())
 
     def _collective(
         self, collective: Collective, root: SpanContext, ordinal: int, around: list[tuple[Record, SpanContext]],
@@ -464,12 +482,6 @@ def _are_narrow(limits: SpanLimits) -> bool:
         or (attributes is not None and attributes < len(semconv.ATTRIBUTES))
         or (links is not None and links < _MOST_LINKS)
     )
-
-
-def _nested(records: list[Record]) -> list[Record]:
-    """By start, what is around before what is within (on the hot path a record is written when it ends)."""
-    order = sorted(range(len(records)), key=lambda i: (records[i].start, -records[i].end, -i))
-    return [records[i] for i in order]
 
 
 def _group_attributes(event: GroupChange) -> Attributes:
