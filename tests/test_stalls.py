@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,23 +17,27 @@ from otel_dl.viewing.reading import Span
 pytestmark = pytest.mark.long
 
 
-def stalls(case: str, world: int, directory: Path) -> dict[int, list[Span]]:
-    """By rank, its `train.stall`s."""
+def start(case: str, world: int, directory: Path, stall_after: float) -> list[subprocess.Popen[str]]:
     env = environment(
         {
             "OTEL_TRACES_EXPORTER": "otel_dl_file",
             "OTEL_DL_DIR": str(directory),
-            "OTEL_DL_STALL_AFTER": "1",
+            "OTEL_DL_STALL_AFTER": str(stall_after),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world),
         }
     )
     command = [sys.executable, str(SCRIPTS / "stalls.py"), case]
-    ranks = [
+    return [
         subprocess.Popen(command, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(world)
     ]
+
+
+def stalls(case: str, world: int, directory: Path) -> dict[int, list[Span]]:
+    """By rank, its `train.stall`s."""
+    ranks = start(case, world, directory, stall_after=1)
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world, said
     found: dict[int, list[Span]] = {rank: [] for rank in range(world)}
@@ -62,3 +68,22 @@ def test_a_thread_that_is_busy_beside_hides_nothing(tmp_path: Path) -> None:
     found = stalls("beside a thread", 2, tmp_path)
     assert missing(found) == {0: [[1]]}
     assert found[0][0].attributes["dl.group.id"] == "0"
+
+
+def test_who_waits_for_a_rank_that_has_died_says_so_long_before_it_would_of_one_that_is_late(tmp_path: Path) -> None:
+    waiting, dead = start("bereft", 2, tmp_path, stall_after=1_000)  # half the limit is 30 s
+    try:
+        assert dead.wait(60) == -signal.SIGKILL
+        until = time.monotonic() + 25
+        while not (told := [span for span in spans(tmp_path) if span.name == "train.stall"]):
+            assert time.monotonic() < until, "nothing was said"
+            time.sleep(0.1)
+    finally:
+        waiting.kill()
+        waiting.communicate()
+        dead.communicate()
+    (report,) = told
+    assert report.attributes["error.type"] == "GLOO_PEER_LOST"
+    assert report.attributes["dl.missing_ranks"] == [1]
+    assert report.attributes["dl.missing.reason"] == ["dead"]
+    assert report.attributes["dl.stall.in"] == "dist.new_group"

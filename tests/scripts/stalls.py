@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import sys
 import threading
 import time
@@ -48,6 +49,11 @@ def main() -> None:
         time.sleep(5 * (rank == 1))
         dist.all_reduce(value)
         thread.join()
+        return
+    elif case == "bereft":  # NCCL would wait in the same way: nothing of gloo's tells that a rank has died meanwhile
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.new_group()
         return
     dist.all_reduce(value)
 

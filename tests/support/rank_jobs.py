@@ -45,7 +45,7 @@ class Told(NamedTuple):
 
     rank: int
     by: str
-    """`note`: of its exception; `report`: its last `train.stall`; `nothing`."""
+    """`note`: of its exception; `report`: its last `train.stall`; `step`: that which SIGTERM cut off; `nothing`."""
     words: str
     error_type: str
     missing: dict[int, str] | None
@@ -184,6 +184,10 @@ def _told(case: Case, rank: int, notes: dict[int, dict[str, Any]], spans: Iterab
         last = stalls[-1]
         after = last.end_ns / 1e9 - event if event is not None else 0.0
         return Told(rank, "report", last.message, str(last.attributes["error.type"]), _missing(last), after, early)
+    if failed:
+        last = failed[-1]
+        after = last.end_ns / 1e9 - event if event is not None else 0.0
+        return Told(rank, "step", last.message, str(last.attributes["error.type"]), _missing(last), after, early)
     return Told(rank, "nothing", "", "", None, 0.0, early)
 
 

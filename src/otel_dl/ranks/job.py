@@ -22,7 +22,7 @@ from otel_dl.ranks.one_trace import OneTrace
 from otel_dl.ranks.run_id import prefix
 from otel_dl.ranks.statuses import Statuses, place_of
 from otel_dl.ranks.store import JobStore, StoreGone
-from otel_dl.ranks.verdict import LEFT, TRANSFERS, Verdict, describe, judge
+from otel_dl.ranks.verdict import LEFT, TRANSFERS, Finding, Verdict, describe, judge
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
 from otel_dl.recording.records import clock
@@ -47,10 +47,13 @@ _GROUPS: Final = 1_000
 """Groups of which it is told what was issued, at most."""
 LAST_S: Final = 1.0
 """A wait is reported again so long before its limit."""
+_SURELY_S: Final = 0.5
+"""A wait that is shorter is none of a look's business."""
 _STILL_TRUE_NS: Final = 3_000_000_000
 """So old may a report be that stands for what can't be found out any more."""
 _JUST_NOW_NS: Final = 1_000_000_000
 _LAST_WORDS_S: Final = 0.25
+_MEETING_S: Final = 0.1
 _TOGETHER: Final = 64
 """So many ranks may tick at once."""
 _GOLDEN: Final = 0.618034
@@ -206,6 +209,28 @@ class JobRanks(Ranks):
 
     # The end.
 
+    def lost(self) -> Explained | None:
+        if self._exchange.running and not self._statuses.has_found_all:
+            met = _Answer()
+
+            def meet(store: JobStore | None) -> None:
+                self._meet(store)
+                met.give(self._unknown(""))
+
+            self._exchange.ask(meet)
+            met.take(_MEETING_S)
+        dead = self._statuses.dead()
+        default = next(iter(self._groups.values()), None)
+        if not dead or default is None:
+            return None
+        now, rank = self._statuses.now(), self._statuses.rank
+        findings = [Finding(one, Reason.DEAD, status.words(now)) for one, status in sorted(dead.items())]
+        attributes: dict[str, Any] = {"rank_id": rank}
+        if {rank, *self._statuses.neighbours()} >= set(default.ranks):  # else there may be more
+            attributes |= verdict.attributes(findings)
+        words = "; ".join(f"rank {one.rank} {one.words}" for one in findings[: verdict.NAMED])
+        return Explained("SIGTERM", words, attributes)
+
     def ending(self, how: str) -> None:
         """The run is about to end: "finished", "SIGTERM", or the exception's name. `end` waits for what is said then: a
         process that is ended while it waits says for whom."""
@@ -278,11 +303,16 @@ class JobRanks(Ranks):
         waited = (clock() - wait.start) / 1e9
         # Of two that are due at once, the later one says all.
         due = sum(waited >= due for due in dues)
-        if due > reports:
-            self._reported = wait, due
+        # One that waits for the dead is told at once: NCCL says nothing until the limit.
+        bereft = not reports and waited >= _SURELY_S and not self._statuses.dead().keys().isdisjoint(wait.group.ranks)
+        if due > reports or bereft:
+            self._reported = wait, max(due, 1)
             last = due == len(dues) and wait.group.limit_s > 0
             found = self._agree(self._exchange.store, wait, "limit" if last else "stall", _JUDGING_S)
-            self._report(wait, found, f"{_backend(wait.group)}_TIMEOUT" if last else "")
+            error_type = f"{_backend(wait.group)}_TIMEOUT" if last else ""
+            if bereft and not last:
+                error_type = f"{_backend(wait.group)}_PEER_LOST"
+            self._report(wait, found, error_type)
         return min(TICK_S, max(0.0, dues[due] - waited)) if due < len(dues) else TICK_S
 
     def _report(self, wait: Wait, found: Verdict, error_type: str) -> None:

@@ -21,7 +21,7 @@ from otel_dl.forensics.memory import Memory
 from otel_dl.forensics.processes import is_dead, is_stopped
 from otel_dl.ranks.run_id import host
 from otel_dl.ranks.store import JobStore
-from otel_dl.ranks.verdict import Issued, Life, RankStatus
+from otel_dl.ranks.verdict import LEFT, Issued, Life, RankStatus
 from otel_dl.recording.records import to_epoch_ns
 
 if TYPE_CHECKING:
@@ -128,6 +128,11 @@ class Statuses:
         if len(self._neighbours) + 1 >= int(os.environ.get("LOCAL_WORLD_SIZE") or self._run.identity.world_size):
             self._searches = _SEARCHES
 
+    @property
+    def has_found_all(self) -> bool:
+        """Whether the ranks of this host are known, as far as they will be."""
+        return self._searches >= _SEARCHES
+
     # What is known.
 
     def own(self) -> RankStatus:
@@ -158,6 +163,15 @@ class Statuses:
             if page is not None and page.pid == pid:
                 found[rank] = self._of_page(rank, page)
         return found
+
+    def dead(self) -> dict[int, RankStatus]:
+        """Ranks of this host that have died, otherwise than at their end or by SIGTERM."""
+        fine = ("finished", "SIGTERM", LEFT)
+        return {
+            rank: status
+            for rank, status in self.neighbours().items()
+            if status.life is Life.DEAD and status.end not in fine
+        }
 
     def read_all(self, store: JobStore | None, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """The latest status of each of `ranks`, by the store and by pages: none where nothing is known of it."""

@@ -88,5 +88,10 @@ class Ranks:
         """What `explain` has said of it, None where it was not asked."""
         return None
 
+    def lost(self) -> Explained | None:
+        """SIGTERM ends this process, as launchers end a job that has lost a rank: the ranks of this host that have died
+        before it; None where none has."""
+        return None
+
     def kept(self, number: int, reason: str, milliseconds: int) -> None:
         """This rank keeps step `number`, which lasted so long, for a reason that the others can't know of."""

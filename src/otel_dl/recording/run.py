@@ -42,7 +42,7 @@ RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
 
 
-CUT_OFF: Final = Failure("SIGTERM", "SIGTERM ended the process in the middle of the step")
+CUT_OFF: Final = "SIGTERM ended the process in the middle of the step"
 
 
 class Run:
@@ -378,8 +378,13 @@ class Run:
         """Closes what is open: the run ends, by `error` or by SIGTERM where one of them ends the process."""
         # The end of the process may run in a thread of its own.
         lane: Lane = self.stepper or self.main or self.local.lane
-        cut_off = terminated and (lane.kinds & ~Kind.NEXT or self.collectives.waits)
-        lane.finish(error, CUT_OFF if cut_off else None)
+        lost = self.ranks.lost() if terminated else None
+        cut_off: Failure | None = None
+        if lost is not None:
+            cut_off = Failure(lost.error_type, f"{CUT_OFF}: {lost.words}", lost.attributes)
+        elif terminated and (lane.kinds & ~Kind.NEXT or self.collectives.waits):
+            cut_off = Failure("SIGTERM", CUT_OFF)
+        lane.finish(error, cut_off)
         former, self._handed_out = self._handed_out, None
         if former is not None:
             self._decided(self.step_ids(former.number, former.identity)[0], KeepReason.HEAD if former.head else "")
