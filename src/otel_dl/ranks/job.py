@@ -22,7 +22,7 @@ from otel_dl.ranks.one_trace import OneTrace
 from otel_dl.ranks.run_id import prefix
 from otel_dl.ranks.statuses import Statuses, place_of
 from otel_dl.ranks.store import JobStore, StoreGone
-from otel_dl.ranks.verdict import LEFT, TRANSFERS, Finding, Verdict, describe, judge
+from otel_dl.ranks.verdict import LEFT, TRANSFERS, Verdict, describe, judge
 from otel_dl.recording.failure import qualified
 from otel_dl.recording.ranks import Explained, Group, Ranks, Stall, Wait
 from otel_dl.recording.records import clock
@@ -219,17 +219,13 @@ class JobRanks(Ranks):
 
             self._exchange.ask(meet)
             met.take(_MEETING_S)
-        dead = self._statuses.dead()
-        default = next(iter(self._groups.values()), None)
-        if not dead or default is None:
+        dead = sorted(self._statuses.dead().items())
+        if not dead:
             return None
-        now, rank = self._statuses.now(), self._statuses.rank
-        findings = [Finding(one, Reason.DEAD, status.words(now)) for one, status in sorted(dead.items())]
-        attributes: dict[str, Any] = {"rank_id": rank}
-        if {rank, *self._statuses.neighbours()} >= set(default.ranks):  # else there may be more
-            attributes |= verdict.attributes(findings)
-        words = "; ".join(f"rank {one.rank} {one.words}" for one in findings[: verdict.NAMED])
-        return Explained("SIGTERM", words, attributes)
+        now = self._statuses.now()
+        words = "; ".join(f"rank {rank} {status.words(now)}" for rank, status in dead[: verdict.NAMED])
+        # No `dl.missing_ranks`: nothing says that this one waited for them, which may have died of waiting for it.
+        return Explained("SIGTERM", words, {"rank_id": self._statuses.rank})
 
     def ending(self, how: str) -> None:
         """The run is about to end: "finished", "SIGTERM", or the exception's name. `end` waits for what is said then: a
