@@ -71,6 +71,13 @@ def test_what_is_appended_stands_behind_what_was_there(store: JobStore) -> None:
     assert store.get("log") == b"1;2;"
 
 
+def test_what_is_deleted_is_missing(store: JobStore) -> None:
+    store.set("key", "1")
+    assert store.delete("key")
+    assert store.get("key") is None
+    assert not store.delete("key")
+
+
 def test_a_counter_begins_at_0(store: JobStore) -> None:
     assert [store.add("elected"), store.add("elected")] == [1, 2]
 

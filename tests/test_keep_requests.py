@@ -35,15 +35,17 @@ class Rank:
         self.now = 0
         self.run = Run(Settings(), NeverHead())
         self.run.identity = self.run.identity._replace(run="one", shared=True, world_size=2)
-        self.requests = KeepRequests(self.run, lambda: 90.0)
+        self.seconds = 90.0
+        self.requests = KeepRequests(self.run, lambda: self.seconds)
         self.run.ranks = Requests(self.requests)
         self.held = self.run.held = Held(self.run, room)
         self.requests.connected(store)
 
-    def step(self, milliseconds: int = 1, fails: bool = False) -> int:
+    def step(self, milliseconds: int = 1, fails: bool = False, warm: bool = False) -> int:
         step = self.run.open(self.now, True, frozenset())
         self.now += milliseconds * MS
         step.records.append((Kind.FORWARD, step.start, self.now, None, None))
+        step.warm = warm
         if fails:
             step.error = Failure("ValueError", "")
         self.run.close(step, self.now)
@@ -164,6 +166,44 @@ def test_a_slow_step_that_found_no_room_in_the_log_is_kept_by_nobody(ranks: list
         rank.held.trim(rank.now, everything=True)
     assert [number in rank.kept for rank in ranks] == [False, False]
     assert ranks[0].run.dropped["requests to other ranks to keep a step"] == 1
+
+
+def test_a_step_with_one_time_work_is_kept_by_both(ranks: list[Rank]) -> None:
+    first, second = ranks
+    train(ranks, 10)
+    first.step(warm=True)
+    second.step()
+    train(ranks, 2)
+    assert first.kept == second.kept == {}, "nobody has agreed yet"
+    tick(ranks)
+    tick(ranks)
+    assert (first.kept, second.kept) == ({10: "warmup"}, {10: "peer"})
+
+
+def test_of_ever_changing_shapes_all_ranks_keep_the_same_few(ranks: list[Rank]) -> None:
+    first, second = ranks
+    for _ in range(100):
+        first.step(warm=True)
+        second.step()
+    for _ in range(3):
+        tick(ranks)
+    assert len(first.kept) == CAP_PER_MINUTE
+    assert first.kept.keys() == second.kept.keys()
+
+
+def test_logs_that_nobody_reads_any_more_are_deleted(ranks: list[Rank], server: Any) -> None:
+    first, second = ranks
+    second.run.identity = second.run.identity._replace(rank=1)
+    before = server.num_keys()
+    for minute in range(30):
+        for rank in ranks:
+            rank.seconds = 60.0 * minute
+        first.step(fails=True)
+        second.step()
+        for _ in range(3):
+            tick(ranks)
+    assert len(second.kept) == 29, "the first step is warm-up on each"
+    assert server.num_keys() - before < 10
 
 
 def test_of_many_slow_ones_all_ranks_keep_the_same_few(ranks: list[Rank]) -> None:

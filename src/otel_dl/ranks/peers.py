@@ -81,6 +81,8 @@ class KeepRequests:
         self._seen: dict[int, None] = {}
         """Steps that are kept everywhere."""
         self._prefix = ""
+        self._logs: deque[int] = deque(maxlen=WAITING)
+        """Minutes that have a log."""
         self._read_until = 0
         """The last minute whose log was looked at."""
 
@@ -95,11 +97,12 @@ class KeepRequests:
             self._read_bytes.clear()
             self._slow.clear()
             self._written.clear()
+            self._logs.clear()
 
     def write(self, store: JobStore) -> bool:
         held = self._run.held
         if held is None or not self._own:
-            return False
+            return self._delete_oldest(store)
         self.read(store)  # a step that was slow for all ranks is proposed by one of them, or a few
         minute = self._minute()
         slow = self._slow.get(minute)
@@ -124,6 +127,13 @@ class KeepRequests:
         self._written.update({number: (kind, minute) for kind, number, _ in requests})
         while len(self._written) > WAITING:
             del self._written[next(iter(self._written))]
+        return True
+
+    def _delete_oldest(self, store: JobStore) -> bool:
+        """Rank 0 deletes a log that nobody reads any more; whether there was one."""
+        if self._run.identity.rank or not self._logs or self._logs[0] >= self._minute() - _BEHIND - 1:
+            return False
+        store.delete(_key(self._logs.popleft()))
         return True
 
     def read(self, store: JobStore) -> None:
@@ -154,6 +164,8 @@ class KeepRequests:
 
     def _take(self, minute: int, log: bytes) -> None:
         known = self._read_bytes.get(minute, 0)
+        if not known and minute not in self._logs:
+            self._logs.append(minute)
         full = len(log) >= LOG_BYTES
         if full:
             log = log[: log.rindex(b" ", 0, LOG_BYTES) + 1]

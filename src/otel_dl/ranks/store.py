@@ -21,7 +21,7 @@ from otel_dl.descriptors import Descriptor
 OPERATION_S: Final = 2.0
 """How long an operation waits for the store's answer at most."""
 
-_VALIDATE, _SET, _GET, _ADD, _CHECK, _WAIT, _APPEND, _MULTI_GET, _CANCEL_WAIT = 0, 1, 3, 4, 5, 6, 9, 10, 12
+_VALIDATE, _SET, _GET, _ADD, _CHECK, _WAIT, _DELETE, _APPEND, _MULTI_GET, _CANCEL_WAIT = 0, 1, 3, 4, 5, 6, 8, 9, 10, 12
 """`QueryType`."""
 _MAGIC: Final = 0x3C85F7CE
 _YES: Final = b"\0"
@@ -73,6 +73,11 @@ class JobStore:
     def append(self, key: str, value: bytes | str) -> None:
         """Puts `value` behind what stands there."""
         self._send(_APPEND, self._text(key), _bytes(value))
+
+    def delete(self, key: str) -> bool:
+        """Whether it was there."""
+        self._send(_DELETE, self._text(key))
+        return self._read_number() > 0
 
     def add(self, key: str, number: int = 1) -> int:
         """Adds to a counter, which begins at 0; what it is now."""

@@ -3,9 +3,9 @@
 Where ranks share a run, an undecided step's records are put here instead of being thrown away. The thread that trains
 appends, the builder's takes out what is old, the one that talks to other ranks keeps what is asked for.
 
-A step that is slow is decided by all ranks together (`ranks/peers.py`): it waits here for their answer, so that what
-caps refuse is refused everywhere, and no step is exported by one rank alone. Where no answer comes in its time, this
-rank decides alone.
+A step that is slow, or in which one-time work ran, is decided by all ranks together (`ranks/peers.py`): it waits here
+for their answer, so that what caps refuse is refused everywhere, and no step is exported by one rank alone. Where no
+answer comes in its time, this rank decides alone.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class Held:
 
     def closed(self, step: Step, reason: str) -> str:
         """`step` is closed, and this rank would keep it for `reason`; for which it does so now."""
-        if reason and reason != KeepReason.SLOW:
+        if reason and not self._run.keep.is_proposal(reason, step.number):
             self._kept[step.number] = None
             if len(self._kept) > _REMEMBERED:
                 del self._kept[next(iter(self._kept))]
-            if reason != KeepReason.HEAD and (reason != KeepReason.WARMUP or step.number):
+            if reason not in (KeepReason.HEAD, KeepReason.WARMUP):
                 self._tell(step, reason)
             return reason
         fast, weight = self._fast, _weight(step)
@@ -123,7 +123,7 @@ class Held:
         return answers
 
     def refuse(self, number: int) -> None:
-        """The slow step `number` of this rank is not kept for that: too many were."""
+        """Step `number`, which this rank has proposed, is not kept for that: too many were."""
         with self._lock:
             for entry in tuple(self._steps):
                 if isinstance(entry, Step) and entry.number == number and entry.reason and number not in self._taken:

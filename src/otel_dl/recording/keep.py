@@ -143,7 +143,8 @@ class Keep:
         self._late: Counter[str] | None = None
 
     def decide_together(self, late: Counter[str]) -> None:
-        """From now on `slow` is a proposal to all ranks, whose cap holds; what is kept then is counted in `late`."""
+        """From now on `slow` and `warmup` are proposals to all ranks, whose cap holds; what is kept then is counted in
+        `late`."""
         self._late = late
 
     def decide(self, step: Step) -> str:
@@ -160,15 +161,22 @@ class Keep:
             reason = KeepReason.ERROR
         elif step.requested:
             reason = KeepReason.REQUESTED
-        elif slow and (self._late is not None or self.has_room(KeepReason.SLOW, step.end)):
+        elif slow and self._may(KeepReason.SLOW, step):
             reason = KeepReason.SLOW
-        elif (step.number == 0 or step.warm) and self.has_room(KeepReason.WARMUP, step.end):
+        elif (step.number == 0 or step.warm) and self._may(KeepReason.WARMUP, step):
             reason = KeepReason.WARMUP
         elif step.head:
             reason = KeepReason.HEAD
-        if reason and (self._late is None or reason != KeepReason.SLOW):
+        if reason and not self.is_proposal(reason, step.number):
             self.kept[reason] += 1
         return reason
+
+    def is_proposal(self, reason: str, number: int) -> bool:
+        """Whether all ranks decide together if step `number` is kept for this. The first is warm-up on each."""
+        return self._late is not None and (reason == KeepReason.SLOW or (reason == KeepReason.WARMUP and number > 0))
+
+    def _may(self, reason: str, step: Step) -> bool:
+        return self.is_proposal(reason, step.number) or self.has_room(reason, step.end)
 
     def has_room(self, reason: str, now: int) -> bool:
         """Whether one more may be kept for `reason` at `now`, which then is."""
