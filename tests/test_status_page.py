@@ -150,4 +150,25 @@ def test_ranges() -> None:
     assert long.startswith("0,2,4,")
     assert long.endswith(",…")
     assert ranges("a,b") == "a,b"
+
+
+@pytest.mark.parametrize("most", range(2, 40))
+def test_ranges_that_do_not_fit_are_as_many_as_fit(most: int) -> None:
+    parts = [str(number) for number in range(0, 30, 2)]
+    whole = ",".join(parts)
+    fitting = max(
+        (text for text in (",".join([*parts[:count], "…"]) for count in range(len(parts) + 1)) if len(text) <= most),
+        key=len,
+    )
+    assert ranges(range(0, 30, 2), most=most) == (whole if len(whole) <= most else fitting)
+
+
+def test_ranges_of_very_many_numbers() -> None:
+    assert ranges(range(0, 2_000_000, 2)) == ranges(range(0, 2_000, 2))
+    assert ranges(set(range(1_000_000))) == "0-999999"
+    assert ranges([1, 3], most=10_000_000) == "1,3"
+
+
+def test_names_are_cut_as_ranges_are() -> None:
+    assert ranges("a,b", count=3) == "a,b,…"
     assert len(ranges("abc," * 200)) <= 256

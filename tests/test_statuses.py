@@ -98,7 +98,17 @@ def test_a_neighbour_that_was_killed_left_no_words(statuses: Statuses, neighbour
     os.waitid(os.P_PID, neighbour.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie still
     assert (statuses.neighbours()[3].life, statuses.neighbours()[3].end) == (Life.DEAD, "")
     neighbour.wait()
-    assert statuses.neighbours()[3].life is Life.DEAD
+    status = statuses.neighbours()[3]
+    assert status.life is Life.DEAD
+    assert status.words(time.time_ns()) == "is dead (killed by SIGKILL); it was in dataloader.next at step 87"
+
+
+def test_how_a_neighbour_ended_whose_parent_has_waited_for_it_is_not_known(
+    statuses: Statuses, neighbour: subprocess.Popen[str]
+) -> None:
+    os.kill(neighbour.pid, signal.SIGKILL)
+    neighbour.wait()
+    assert statuses.neighbours()[3].words(time.time_ns()) == "is dead; it was in dataloader.next at step 87"
 
 
 def test_the_last_words_stay_though_the_page_has_gone(statuses: Statuses, neighbour: subprocess.Popen[str]) -> None:

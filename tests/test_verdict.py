@@ -131,12 +131,19 @@ def test_the_words() -> None:
     assert found.words(0) == ("so have ranks 1,3; rank 2 has been in dataloader.next at step 87 for 93 s (train.py:41)")
 
 
+def test_the_words_outside_any_phase_tell_the_line() -> None:
+    assert before(2, doing="").words(NOW) == "has been outside any phase at step 87 for 9.0 s (train.py:41)"
+    assert before(2, doing="", step=None).words(NOW) == "has been outside any step for 9.0 s (train.py:41)"
+
+
 def test_of_many_missing_ranks_some_are_told() -> None:
     wide = WAIT._replace(group=GROUP._replace(ranks=tuple(range(100))))
     found = judge(wide, 0, {rank: before(rank) for rank in range(1, 100)}, SINCE, NOW)
     told = attributes(found.seen_by(0))
     assert len(told["dl.missing_ranks"]) == len(told["dl.missing.reason"]) == 64
     assert told["dl.missing_ranks.count"] == 99
+    assert told["dl.missing.words"][0] == "has been in forward at step 87 for 9.0 s (train.py:41)"
+    assert [bool(words) for words in told["dl.missing.words"]] == [True] * 8 + [False] * 56
     assert "91 more (91 late)" in found.words(0)
 
 

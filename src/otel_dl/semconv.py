@@ -353,6 +353,13 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         " `mismatch` (another operation or shape under this number), `unknown`",
     ),
     Attribute(
+        "dl.missing.words",
+        "list[str]",
+        _CAN_BE_STUCK,
+        meaning="of each: what it does instead, or how it ended and what it did then, as far as known; empty beyond the"
+        " first 8",
+    ),
+    Attribute(
         "dl.clock.offset_ns",
         int,
         _on(_ANY_FIRST),

@@ -24,7 +24,7 @@ import otel_dl
 otel_dl.instrument()
 steps, seconds, folder = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-OUTSIDE = "outside the phases"
+OUTSIDE = "outside any phase"
 BEFORE = 2
 """Steps in which nobody is slow: DDP makes its buckets, and in the second one it agrees on them."""
 drawn = random.Random(0)

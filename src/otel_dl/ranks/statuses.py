@@ -15,10 +15,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from otel_dl.faults import is_users
-from otel_dl.forensics import layout, reader
+from otel_dl.forensics import ends, layout, reader
 from otel_dl.forensics.layout import End
 from otel_dl.forensics.memory import Memory
-from otel_dl.forensics.processes import is_dead, is_stopped
+from otel_dl.forensics.processes import is_dead, is_stopped, process_started, status_of_exiting
 from otel_dl.ranks.run_id import host
 from otel_dl.ranks.store import JobStore
 from otel_dl.ranks.verdict import LEFT, Issued, Life, RankStatus
@@ -87,6 +87,8 @@ class Statuses:
         self._searches = 0
         self._neighbours: dict[int, tuple[int, Memory]] = {}
         """Rank → (pid, its page)."""
+        self._died: dict[int, str] = {}
+        """By pid: how neighbours ended that could not say so. Once their parent has waited for them nobody knows."""
         self.end = ""
 
     # Participant of the exchange.
@@ -193,8 +195,10 @@ class Statuses:
         # Of a transfer the page has no number, and none of what went before.
         latest = page.collective if page.collective is not None and page.collective.seq else None
         life = Life.STOPPED if is_stopped(page.pid) else Life.RUNS
+        died = ""
         if is_dead(page.pid, page.started):
             life = Life.DEAD
+            died = self._died[page.pid] = _died(page) or self._died.get(page.pid, "")
         return RankStatus(
             rank=rank, at=self.now(), pid=page.pid, step=page.step, doing=doing, since=since, where="",
             issued={latest.group: Issued(latest.seq, latest.name, latest.size)} if latest is not None else {},
@@ -202,6 +206,7 @@ class Statuses:
             waits=(latest.name, latest.group, latest.seq) if latest is not None and latest.state == "waiting" else None,
             end=_end(page),
             life=life,
+            died=died,
         )  # fmt: skip
 
     def _doing(self, page: Page) -> tuple[str, int]:
@@ -255,6 +260,14 @@ def _joined(said: RankStatus | None, page: RankStatus) -> RankStatus:
         whole_at=said.at,
         where=said.where if (said.doing, said.since) == (page.doing, page.since) else "",
     )
+
+
+def _died(page: Page) -> str:
+    """As long as its parent has not waited for it, the kernel knows how it ended."""
+    status = status_of_exiting(page.pid)
+    if status is None or process_started(page.pid) != page.started:
+        return ""
+    return f"killed by {ends.signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def _end(page: Page) -> str:

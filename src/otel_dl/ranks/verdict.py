@@ -80,6 +80,8 @@ class RankStatus(NamedTuple):
     life: Life = Life.UNKNOWN
     whole_at: int = 0
     """When `issued` was known of every group, where `latest` says that it is not now."""
+    died: str = ""
+    """How a process ended that could not say so, by the kernel: "killed by SIGKILL"; "" where it is not known."""
 
     def encode(self) -> str:
         return json.dumps([*self[:11], self.life.value], separators=(",", ":"))
@@ -106,16 +108,17 @@ class RankStatus(NamedTuple):
         elif self.doing:
             said.append(f"in {self.doing}")
         elif self.step is not None:
-            said.append("between phases")
+            said.append("outside any phase")
         else:
-            said.append("outside of any step")
+            said.append("outside any step")
         if self.step is not None:
             said.append(f"at step {self.step}")
         if self.since and self.life is not Life.DEAD:  # when it died is not known
             said.append(f"for {_seconds(now - self.since)}")
         if self.where:
             said.append(f"({self.where})")
-        verb = {Life.DEAD: "is dead; it was", Life.STOPPED: "is stopped; it has been"}.get(self.life, verb)
+        dead = f"is dead ({self.died}); it was" if self.died else "is dead; it was"
+        verb = {Life.DEAD: dead, Life.STOPPED: "is stopped; it has been"}.get(self.life, verb)
         return " ".join((verb, *said))
 
 
@@ -362,4 +365,5 @@ def attributes(missing: Sequence[Finding] | None, most: int = 64) -> dict[str, A
         "dl.missing_ranks": [one.rank for one in missing[:most]],
         "dl.missing_ranks.count": len(missing),
         "dl.missing.reason": [one.reason for one in missing[:most]],
+        "dl.missing.words": [one.words if at < NAMED else "" for at, one in enumerate(missing[:most])],
     }

@@ -30,7 +30,7 @@ SAME_HOST_ERROR: Final = 100_000
 SHOWN_AS_LONGER: Final = 0.5
 """A phase explains a lateness when it was longer than the others' by this share of it."""
 
-OUTSIDE: Final = "outside the phases"
+OUTSIDE: Final = "outside any phase"
 _PARTS: Final = tuple(sorted(PHASES))
 _OPS: Final = tuple(sorted(COLLECTIVES - {SpanName.SEND, SpanName.RECV}))
 _OP_BITS: Final = 4
