@@ -385,35 +385,206 @@ class TestArrivedLast:
         assert "Latest" not in text
 
 
-class TestStalls:
-    def test_a_stall_is_told_once_in_its_words(self, tmp_path: Path) -> None:
-        job = Job()
-        words = "ranks 0, 1, 3 wait in all_reduce 431 of group default; rank 2 has been in dataloader.next for 93 s"
-        for rank in (0, 1, 3):
-            missing: dict[str, Any] = {"dl__missing_ranks": [2], "dl__missing__reason": ["late"]}
-            job.ranks[rank].first("train.stall", 99 + rank, EPOCH, EPOCH + MS, words=words, **missing)
-        summary = job.summary(tmp_path)
-        assert list(lines(summary, "Stalled")) == [f"{words} (told by ranks 0-1, 3)"]
-        assert list(lines(summary, "Missing")) == ["nothing was read of rank 2 of 4"]
+def waited(job: Job, rank: int, ms: float, seq: int = 3, began: float = 0, error: str = "", **said: Any) -> None:
+    """A rank waits in collective `seq` of step 2, and fails with `error`; without one it tells of a stall only. What
+    it says of who is missing: `missing` ranks, `reason`, `words`."""
+    it, start = job.ranks[rank], EPOCH + round(began * MS)
+    end = start + round(ms * MS)
+    about: dict[str, Any] = {
+        "dl__group__id": said.get("group", "0"),
+        "dl__group__size": 4,
+        "dl__collective__seq": seq,
+        "rank_id": rank,
+    }
+    if "missing" in said:
+        about["dl__missing_ranks"] = said["missing"]
+        about["dl__missing__reason"] = [said["reason"]] * len(said["missing"])
+        about["dl__missing__words"] = [said.get("words", "")] * len(said["missing"])
+    if not error:
+        words = f"rank {rank} has waited"
+        it.first("train.stall", 99 + rank, start, end, words=words, dl__stall__in="dist.all_reduce", **about)
+        return
+    trace = ids.trace_id(job.run, "step", 2)
+    about["error__type"] = error
+    step = it.first("train.step", trace, start, end, words="torch's words", dl__step=2, **about)
+    phase = it.span("backward", trace, start, end, step, **about)
+    it.span("dist.all_reduce", trace, start, end, phase, words="torch's words", **about)
 
-    def test_a_failed_collective_names_who_had_not_come_or_that_nobody_knows(self, tmp_path: Path) -> None:
+
+def ended(job: Job, rank: int, error: str, began: float = 0, words: str = "", phase: str = "") -> None:
+    """Step 2 of a rank fails with `error`, in `phase`."""
+    trace = ids.trace_id(job.run, "step", 2)
+    start, end = EPOCH + round(began * MS), EPOCH + round(began * MS) + MS
+    step = job.ranks[rank].first("train.step", trace, start, end, words=words, dl__step=2, error__type=error)
+    if phase:
+        job.ranks[rank].span(phase, trace, start, end, step, words=words, error__type=error)
+
+
+class TestIncidents:
+    def paragraph(self, job: Job, folder: Path, number: int = 1) -> list[str]:
+        """Without its last line, the trace."""
+        found = list(lines(job.summary(folder), "Incident" if number == 1 else f"Incident {number}"))
+        assert found[-1].startswith("trace: ")
+        return found[:-1]
+
+    def test_a_hang_is_told_once_the_culprit_first(self, tmp_path: Path) -> None:
+        """Each rank has a stall, a failed collective, a failed phase and a failed step of it."""
         job = Job()
-        for rank in (0, 1):
-            said: dict[str, Any] = {
-                "dl__group__id": "0",
-                "dl__group__size": 4,
-                "dl__collective__seq": 431,
-                "error__type": "GLOO_TIMEOUT",
-                "dl__missing_ranks": [2, 3],
-                "dl__missing__reason": ["late", "dead"],
-            }
-            words = f"[rank {rank}] Timed out waiting 5000ms"
-            job.ranks[rank].span("dist.all_reduce", 7, EPOCH, EPOCH + MS, words=words, **said)
-        job.ranks[3].span("dist.init_process_group", 8, EPOCH + MS, EPOCH + 2 * MS, error__type="GLOO_TIMEOUT")
-        assert list(lines(job.summary(tmp_path), "Failed")) == [
-            "GLOO_TIMEOUT in dist.all_reduce 431 of group 0 on ranks 0-1; had not come: rank 2 (late); rank 3 (dead)",
-            "GLOO_TIMEOUT in dist.init_process_group on rank 3; who had not come is not known",
+        late: dict[str, Any] = {"missing": [2], "reason": "late", "words": "has been in forward at step 2 for 3.0 s"}
+        for rank in (0, 1, 3):
+            waited(job, rank, 3000, **late)
+            waited(job, rank, 5000, **late)
+            waited(job, rank, 6000 + rank, error="GLOO_TIMEOUT", **late | {"words": "has been in forward for 6.0 s"})
+        job.ranks[2].first("train.step", 1, EPOCH - 9 * MS, EPOCH - 8 * MS, dl__step=1)
+        summary = job.summary(tmp_path)
+        assert list(lines(summary, "Incident"))[:-1] == [
+            "rank 2 had not come (late): it has been in forward for 6.0 s",
+            "ranks 0-1,3 waited 6 s in all_reduce 3 of the default group, in backward, at step 2; failed: GLOO_TIMEOUT",
         ]
+        assert list(lines(summary, "Failed")) == []
+        assert "Stalled" not in render_summary(summary)
+
+    def test_a_rank_that_died_then_who_waited_then_what_ended_the_rest(self, tmp_path: Path) -> None:
+        job = Job()
+        dead: dict[str, Any] = {
+            "missing": [3],
+            "reason": "dead",
+            "words": "is dead (killed by SIGKILL); it was outside any phase at step 2",
+        }
+        for rank in (0, 2):
+            waited(job, rank, 50, error="GLOO_PEER_LOST", **dead)
+        waited(job, 1, 50, **dead)
+        ended(job, 1, "SIGTERM", began=50)
+        assert self.paragraph(job, tmp_path) == [
+            "rank 3 is dead (killed by SIGKILL); it was outside any phase at step 2",
+            "ranks 0,2 waited 50 ms in all_reduce 3 of the default group, in backward, at step 2; failed:"
+            " GLOO_PEER_LOST",
+            "rank 1 waited 50 ms in all_reduce 3 of the default group",
+            "SIGTERM then ended rank 1 in step 2 (launchers send it to the others when one rank has ended)",
+        ]
+
+    @pytest.mark.parametrize("phase", ["", "forward"])
+    def test_a_rank_that_raised_is_told_with_its_exception(self, tmp_path: Path, phase: str) -> None:
+        job = Job(3)
+        for rank in (0, 1):
+            waited(job, rank, 50, error="GLOO_PEER_LOST", missing=[2], reason="dead", words="has ended (ValueError)")
+        ended(job, 2, "ValueError", words="no such class", phase=phase)
+        summary = job.summary(tmp_path)
+        where = f"in {phase}" if phase else "outside any phase"
+        assert next(lines(summary, "Incident")) == (
+            f"rank 2 has ended (ValueError); ValueError {where} of step 2: no such class"
+        )
+        assert [line for line in lines(summary, "Failed") if "step" in line] == []
+
+    def test_who_comes_when_the_others_have_given_up_does_not_accuse_them(self, tmp_path: Path) -> None:
+        job = Job(2)
+        waited(job, 0, 6000, error="GLOO_TIMEOUT", missing=[1], reason="late", words="has been in forward")
+        waited(job, 1, 1, began=9000, error="GLOO_PEER_LOST", missing=[0], reason="dead", words="has ended (finished)")
+        assert self.paragraph(job, tmp_path) == [
+            "rank 1 had not come (late): it has been in forward; it came 9 s after the first and failed as well:"
+            " GLOO_PEER_LOST",
+            "rank 0 waited 6 s in all_reduce 3 of the default group, in backward, at step 2; failed: GLOO_TIMEOUT",
+        ]
+
+    def test_where_nobody_can_know_who_had_not_come_nobody_is_named(self, tmp_path: Path) -> None:
+        job = Job(2)
+        waited(job, 0, 6000, error="GLOO_TIMEOUT")
+        assert self.paragraph(job, tmp_path)[0] == "which rank had not come is not known"
+
+    def test_a_wait_that_ended_well_is_said_to_have(self, tmp_path: Path) -> None:
+        job = Job(2)
+        waited(job, 0, 3000, missing=[1], reason="late", words="has been in forward")
+        assert self.paragraph(job, tmp_path / "at once")[1].endswith("; how that ended is not in these traces")
+        job.ranks[0].first("train.step", 1, EPOCH + 3600 * MS, EPOCH + 3601 * MS, dl__step=3)
+        assert self.paragraph(job, tmp_path / "later")[1].endswith("; went on later")
+
+    def test_ranks_that_do_not_fit_together_are_one_incident(self, tmp_path: Path) -> None:
+        job = Job(2)
+        for rank in (0, 1):
+            words = f"has issued all_reduce of {16 + rank} bytes under this number"
+            waited(job, 1 - rank, 50, error="GLOO_PEER_LOST", missing=[rank], reason="mismatch", words=words)
+        assert self.paragraph(job, tmp_path) == [
+            "rank 0 had not issued the same: it has issued all_reduce of 16 bytes under this number",
+            "rank 1 had not issued the same: it has issued all_reduce of 17 bytes under this number",
+            "ranks 0-1 waited 50 ms in all_reduce 3 of the default group, in backward, at step 2; failed:"
+            " GLOO_PEER_LOST",
+        ]
+
+    def test_one_death_is_one_incident_whatever_the_others_waited_in(self, tmp_path: Path) -> None:
+        job = Job()
+        dead: dict[str, Any] = {"missing": [3], "reason": "dead", "words": "is dead"}
+        waited(job, 0, 50, group="0", error="GLOO_PEER_LOST", **dead)
+        waited(job, 1, 40, group="1", began=5, seq=7, error="GLOO_PEER_LOST", **dead)
+        assert [line.split(" at step")[0] for line in self.paragraph(job, tmp_path)] == [
+            "rank 3 is dead",
+            "rank 0 waited 50 ms in all_reduce 3 of the default group, in backward,",
+            "rank 1 waited 40 ms in all_reduce 7 of group 1, in backward,",
+        ]
+
+    def test_two_hangs_are_two_incidents(self, tmp_path: Path) -> None:
+        job = Job(2)
+        for seq in (3, 9):
+            late: dict[str, Any] = {"missing": [1], "reason": "late", "words": f"has been in forward, {seq}"}
+            waited(job, 0, 3000, seq=seq, began=seq * 1000, **late)
+        assert self.paragraph(job, tmp_path / "1")[0].endswith("forward, 3")
+        assert self.paragraph(job, tmp_path / "2", 2)[0].endswith("forward, 9")
+
+    def test_the_same_number_of_a_group_that_was_made_anew_is_another_incident(self, tmp_path: Path) -> None:
+        job = Job(2)
+        for began, who in ((0, "late"), (60_000, "silent")):
+            waited(job, 0, 3000, began=began, error="GLOO_TIMEOUT", missing=[1], reason=who, words="is somewhere")
+        assert "(late)" in self.paragraph(job, tmp_path / "1")[0]
+        assert "(silent)" in self.paragraph(job, tmp_path / "2", 2)[0]
+
+    def test_sigterm_alone_is_one_line(self, tmp_path: Path) -> None:
+        job = Job(4)
+        for rank in range(4):
+            ended(job, rank, "SIGTERM")
+        summary = job.summary(tmp_path)
+        assert list(lines(summary, "Incident")) == [
+            "SIGTERM ended ranks 0-3 in step 2; no failure or stall of these ranks came before it in these traces"
+        ]
+        assert list(lines(summary, "Failed")) == []
+
+    def test_a_collective_that_failed_for_what_its_own_rank_did_is_no_incident(self, tmp_path: Path) -> None:
+        job = Job(2)
+        said: dict[str, Any] = {"dl__group__id": "0", "dl__collective__seq": 1, "error__type": "ValueError"}
+        job.ranks[0].span("dist.all_reduce", 7, EPOCH, EPOCH + MS, **said)
+        summary = job.summary(tmp_path)
+        assert list(lines(summary, "Incident")) == []
+        assert list(lines(summary, "Failed")) == ["ValueError in 1 dist.all_reduce span"]
+
+    def test_many_culprits_are_told_by_their_ranks(self, tmp_path: Path) -> None:
+        job = Job(2)
+        waited(job, 0, 50, error="GLOO_TIMEOUT", missing=list(range(1, 100)), reason="late")
+        assert self.paragraph(job, tmp_path)[:5] == [
+            *(f"rank {rank} had not come (late); what it did is not known" for rank in range(1, 5)),
+            "nor had ranks 5-99 (late)",
+        ]
+
+    def test_ranks_that_could_not_join_end_before_a_first_step(self, tmp_path: Path) -> None:
+        job = Job(3)
+        for rank in (0, 1):
+            said: dict[str, Any] = {"error__type": "GLOO_TIMEOUT", "dl__missing_ranks": [2]}
+            said |= {"dl__missing__reason": ["silent"], "dl__missing__words": ["has given no sign of itself yet"]}
+            it = job.ranks[rank]
+            startup = it.first("train.startup", 7, EPOCH, EPOCH + 9 * MS, error__type="DistStoreError")
+            it.span("dist.init_process_group", 7, EPOCH, EPOCH + 8 * MS, startup, **said)
+        summary = job.summary(tmp_path)
+        assert list(lines(summary, "Incident"))[:-1] == [
+            "rank 2 had not come (silent): it has given no sign of itself yet",
+            "ranks 0-1 waited 8 ms in init_process_group; failed: GLOO_TIMEOUT, and ended by DistStoreError before a"
+            " first step",
+        ]
+        assert list(lines(summary, "Failed")) == []
+
+
+class TestMissing:
+    def test_a_rank_of_which_nothing_was_read_is_named(self, tmp_path: Path) -> None:
+        job = Job()
+        for rank in (0, 1, 3):
+            job.ranks[rank].first("train.startup", 5, EPOCH, EPOCH + MS)
+        assert list(lines(job.summary(tmp_path), "Missing")) == ["nothing was read of rank 2 of 4"]
 
     def test_a_rank_without_a_step_is_named(self, tmp_path: Path) -> None:
         job = Job(2)

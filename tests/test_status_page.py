@@ -50,6 +50,8 @@ def test_who_writes_and_what_is_open_stands_in_the_page(path: Path) -> None:
     assert found.batch is not None
     assert (found.batch.round, found.batch.place) == (2, 5)
     assert found.alive()
+    status.belongs_to("rank 0's")
+    assert read(path).run == "rank 0's"
     status.end(1, 140)
     assert [phase.name for phase in read(path).phases or ()] == ["backward"]
     status.begin(1, FORWARD, 145)

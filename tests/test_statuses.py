@@ -108,7 +108,9 @@ def test_how_a_neighbour_ended_whose_parent_has_waited_for_it_is_not_known(
 ) -> None:
     os.kill(neighbour.pid, signal.SIGKILL)
     neighbour.wait()
-    assert statuses.neighbours()[3].words(time.time_ns()) == "is dead; it was in dataloader.next at step 87"
+    assert statuses.neighbours()[3].words(time.time_ns()) == (
+        "is dead (how it ended is not known); it was in dataloader.next at step 87"
+    )
 
 
 def test_the_last_words_stay_though_the_page_has_gone(statuses: Statuses, neighbour: subprocess.Popen[str]) -> None:

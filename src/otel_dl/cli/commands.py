@@ -185,7 +185,8 @@ def _summarize(
     """Prints summaries and reading; False when not one span was read, or there is no such run."""
     reading = Reading(directory)
     try:
-        summaries = summarize(job.until_interrupted(read_spans(reading, without=earlier)))
+        pages = read_all(directory)
+        summaries = summarize(job.until_interrupted(read_spans(reading, without=earlier)), pages)
     except OSError as error:
         _say(f"otel-dl: {directory} cannot be read: {error.strerror}. Name a folder that `otel-dl run` wrote.")
         return False
@@ -201,7 +202,8 @@ def _summarize(
             if len(latest) > 1:
                 click.echo(err=err)
     click.echo(render_reading(reading), err=err)
-    for line in lines(read_all(directory)):
+    told = {path for summary in summaries for path in summary.incidents.pages}
+    for line in lines([page for page in pages if page.path not in told]):
         click.echo(f"{'Status':<15}{line}", err=err)
     if not reading.spans:
         _say(f"otel-dl: there are no traces in {directory}. {_advice(directory)}")

@@ -19,7 +19,7 @@ process's own; the phases and `STEP` by its thread that bounds steps, in a worke
     48     RANK
     56     WORKER      -1: the training process itself
     64     NONCE       32 bytes, of the iterator that a worker reads for
-    96     RUN         96 bytes, `dl.run.id`
+    96     RUN         96 bytes, `dl.run.id`; rank 0's, once it is known
     192    HOST        64 bytes
 
     256    STEP        the step that is open; -1: none
@@ -79,6 +79,7 @@ COLLECTIVE: Final = 1776
 HEADER_STRUCT: Final = Struct("<8sqqqqqqq32s96s64s")
 PROCESS_STRUCT: Final = Struct("<qqqq")
 """PID, STARTED, BEGAN, EPOCH."""
+RUN_STRUCT: Final = Struct("<96s")
 NUMBER_STRUCT: Final = Struct("<q")
 ERROR_STRUCT: Final = Struct("<64s")
 PHASE_STRUCT: Final = Struct("<qqq")

@@ -103,6 +103,11 @@ class Page(NamedTuple):
             self.collective.start if self.collective is not None else 0,
         )
 
+    @property
+    def last_at(self) -> int:
+        """The same, in ns since the epoch."""
+        return self.epoch + self.last() - self.began
+
     def alive(self) -> bool | None:
         """Whether its process runs; None: not known, as it is another host's, or has not begun."""
         if self.host != os.uname().nodename or not self.pid:

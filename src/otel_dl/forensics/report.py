@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from otel_dl.forensics import ends
 from otel_dl.forensics.layout import End
 from otel_dl.forensics.reader import Collective, Page
+from otel_dl.semconv import SpanName
 
 
 def lines(pages: Sequence[Page]) -> list[str]:
@@ -56,12 +57,20 @@ def _doing(page: Page) -> str:
 def _collective(collective: Collective | None) -> str:
     if collective is None or collective.state == "complete":
         return ""
-    number = f" {collective.seq}" if collective.seq else ""
     state = "waits for" if collective.state == "waiting" else "has issued"
-    return f", {state} {collective.name}{number} of group {collective.group}"
+    return f", {state} {describe(collective.name, collective.group, collective.seq)}"
+
+
+def describe(name: str, group: str, seq: int) -> str:
+    """ "all_reduce 431 of group 3"."""
+    operation = name.removeprefix("dist.")
+    if name == SpanName.INIT_PROCESS_GROUP or not group:
+        return operation
+    number = f" {seq}" if seq else ""
+    return f"{operation}{number} of {'the default group' if group == '0' else f'group {group}'}"
 
 
 def _when(page: Page) -> str:
     if not page.pid:
         return ""
-    return f"; last event {when(page.epoch + page.last() - page.began)}"
+    return f"; last event {when(page.last_at)}"

@@ -80,6 +80,9 @@ class StatusPage(Status):
 
     # What the recorder says.
 
+    def belongs_to(self, run: str) -> None:
+        layout.RUN_STRUCT.pack_into(self._memory, layout.RUN, run.encode()[:96])
+
     def begin(self, depth: int, kind: int, start: int) -> None:
         if depth < layout.DEPTH:
             _phase(self._memory, _STACK[depth], kind, start, kind ^ start ^ layout.CHECK)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
+from otel_dl.forensics.report import describe
 from otel_dl.forensics.samples import ranges
 from otel_dl.recording.ranks import Wait
 from otel_dl.semconv import MissingReason as Reason
@@ -117,7 +118,7 @@ class RankStatus(NamedTuple):
             said.append(f"for {_seconds(now - self.since)}")
         if self.where:
             said.append(f"({self.where})")
-        dead = f"is dead ({self.died}); it was" if self.died else "is dead; it was"
+        dead = f"is dead ({self.died or 'how it ended is not known'}); it was"
         verb = {Life.DEAD: dead, Life.STOPPED: "is stopped; it has been"}.get(self.life, verb)
         return " ".join((verb, *said))
 
@@ -311,15 +312,6 @@ def _differing(shapes: Mapping[str, Sequence[int]]) -> tuple[tuple[str, tuple[in
     if len(common) > SHAPES:
         common[SHAPES:] = [(_OTHERS, sorted(rank for _, who in common[SHAPES:] for rank in who))]
     return tuple((what, tuple(who)) for what, who in common)
-
-
-def describe(name: str, group: str, seq: int) -> str:
-    """ "all_reduce 431 of group 3"."""
-    operation = name.removeprefix("dist.")
-    if name == SpanName.INIT_PROCESS_GROUP or not group:
-        return operation
-    number = f" {seq}" if seq else ""
-    return f"{operation}{number} of {'the default group' if group == '0' else f'group {group}'}"
 
 
 def _packed(ranks: Sequence[int]) -> str:

@@ -179,6 +179,7 @@ class Run:
             return
         self._shared_run = shared
         self.identity = identity._replace(run=shared.run, shared=True)
+        self.status.belongs_to(shared.run)
         self._decided_for = -1
         if self.settings.held_records and not self.keep.head.off:
             self.held = Held(self, self.settings.held_records)

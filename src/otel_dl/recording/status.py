@@ -17,6 +17,9 @@ class Status:
     page = b""
     """What it says now."""
 
+    def belongs_to(self, run: str) -> None:
+        """The run's id is this one from now on: rank 0's."""
+
     def begin(self, depth: int, kind: int, start: int) -> None:
         """A phase (a `Kind`) began at `start`, a reading of `clock`, within `depth` others."""
 

@@ -14,12 +14,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from otel_dl.forensics.reader import Page
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, loading, stalls
+from otel_dl.viewing import arrivals, incidents, loading, seen
 from otel_dl.viewing.arrivals import Arrivals
+from otel_dl.viewing.incidents import Incidents
 from otel_dl.viewing.loading import Loading
 from otel_dl.viewing.reading import Span, number_of, text_of
-from otel_dl.viewing.stalls import Ranks, Stall
+from otel_dl.viewing.seen import Process, Ranks
 
 PARTS: Mapping[str, str] = {
     SpanName.NEXT: "data wait",
@@ -111,27 +113,29 @@ class Summary:
     ranks: Sequence[Rank]
     missing: Ranks
     arrivals: Arrivals
-    stalls: Sequence[Stall]
-    """Reports of stalls, failed collectives and failures to set up groups, by start."""
-    stalls_left_out: int
+    incidents: Incidents
+    """Of waits for other ranks, and of ends by SIGTERM."""
+    processes: Sequence[Process]
+    """What was last seen of each training process, by rank."""
     slowest: Sequence[Step]
     failed: Sequence[Step]
+    """Those that `incidents` do not tell of."""
     evaluation: Evaluation
     fetches: Sequence[Fetches]
     """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
-    """(span name, error.type) → how many failed spans of otel-dl's beside `train.step` itself and `stalls`."""
+    """(span name, error.type) → how many failed spans of otel-dl's beside `train.step` itself and `incidents`."""
     loading: Loading
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
 
 
-def summarize(spans: Iterable[Span]) -> list[Summary]:
+def summarize(spans: Iterable[Span], pages: Sequence[Page] = ()) -> list[Summary]:
     """Of each run, by start. Consumes `spans` once, in any order; keeps under 2 KB a step and rank.
 
     Spans of the user's own whose resource names no run are those of the one run; of several, they come first, as a
-    summary without a run.
+    summary without a run. `pages`: the status pages that lie beside the spans.
     """
     runs: dict[str, _Run] = {}
     for span in spans:
@@ -145,7 +149,9 @@ def summarize(spans: Iterable[Span]) -> list[Summary]:
         del runs[""]
         (run,) = runs.values()
         run.user_spans += nameless.user_spans
-    return [run.result() for run in sorted(runs.values(), key=lambda run: run.start_ns or 0)] or [_Run("").result()]
+    return [run.result(pages) for run in sorted(runs.values(), key=lambda run: run.start_ns or 0)] or [
+        _Run("").result(pages)
+    ]
 
 
 class _Run:
@@ -164,7 +170,8 @@ class _Run:
         self._failed_elsewhere: Counter[tuple[str, str]] = Counter()
         self._loading = loading.Collector()
         self._arrivals = arrivals.Collector()
-        self._stalls = stalls.Collector()
+        self._seen = seen.Collector()
+        self._incidents = incidents.Collector()
         self._evaluations = self._evaluation_ns = self._dropped = 0
 
     def add(self, span: Span) -> None:
@@ -175,7 +182,8 @@ class _Run:
         self._dropped += number_of(span, "otel_dl.dropped")
         self._loading.add(span)
         self._arrivals.add(span)
-        stalled = self._stalls.add(span)
+        self._seen.add(span)
+        is_told = self._incidents.add(span)
         if span.name == SpanName.STEP:
             self._steps.append(_step(span))
         elif span.name in PARTS:
@@ -190,13 +198,17 @@ class _Run:
         elif span.name == SpanName.EVAL:
             self._evaluations += 1
             self._evaluation_ns += span.duration_ns
-        if span.failed and span.name != SpanName.STEP and not stalled:
+        if span.failed and span.name != SpanName.STEP and not is_told:
             self._failed_elsewhere[span.name, text_of(span, "error.type")] += 1
 
-    def result(self) -> Summary:
+    def result(self, pages: Sequence[Page]) -> Summary:
         steps, phases = self._steps, self._phases
         reasons = _keep_reasons(steps)
         times = _times(steps, phases) if steps else None
+        processes = self._seen.processes()
+        told = self._incidents.result(processes, [page for page in pages if page.run == self.name])
+        for waiter in (waiter for incident in told.found for waiter in incident.waiters if waiter.startup_error):
+            self._failed_elsewhere[SpanName.STARTUP, waiter.startup_error] -= 1  # told there
         by_rank: defaultdict[int, list[Step]] = defaultdict(list)
         for step in steps:
             by_rank[step.rank].append(step)
@@ -208,19 +220,22 @@ class _Run:
             keep_reasons=Counter(reasons.values()),
             times=times,
             ranks=[_rank(rank, by_rank[rank], phases) for rank in sorted(by_rank)],
-            missing=self._stalls.ranks(),
+            missing=self._seen.ranks(),
             arrivals=self._arrivals.result(),
-            stalls=self._stalls.stalls(),
-            stalls_left_out=self._stalls.left_out,
+            incidents=told,
+            processes=processes,
             slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
-            failed=sorted((s for s in steps if s.failed), key=lambda step: (step.number, step.rank)),
+            failed=sorted(
+                (step for step in steps if step.failed and step.span_id not in told.steps),
+                key=lambda step: (step.number, step.rank),
+            ),
             evaluation=Evaluation(self._evaluations, self._evaluation_ns),
             fetches=[
                 Fetches(distribution(each), count)
                 for each, count in ((self._by_workers, len(self._workers)), (self._by_training, 0))
                 if each
             ],
-            failed_elsewhere=self._failed_elsewhere,
+            failed_elsewhere=+self._failed_elsewhere,
             loading=self._loading.result(
                 {step.span_id: step.duration_ns for step in _even(steps)},
                 times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,

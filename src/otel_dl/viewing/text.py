@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from otel_dl.semconv import SpanName
+from otel_dl.viewing import incident_text
 from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
-from otel_dl.viewing.stalls import Ranks, Stall, as_ranges
+from otel_dl.viewing.seen import Ranks
 from otel_dl.viewing.summary import PARTS, Distribution, Rank, Step, Summary, Times, distribution
+from otel_dl.viewing.words import duration, percent, plural, ranks
 
 _LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
 _LATE_SHOWN = 4
-_STALLS_SHOWN = 8
 _IN_ORDER = "as batches are handed out in order, unless in_order=False"
 
 
@@ -49,6 +50,7 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
     if summary.run:
         yield "Run", summary.run
     yield "Steps", _steps(summary)
+    yield from incident_text.rows(summary.incidents, jaeger_url)
     if summary.times is not None:
         yield "Step time", f"{_distribution(summary.times.steps)} ({_basis(summary.times)})"
         these = "this step" if summary.times.steps.size == 1 else f"these {_count(summary.times)}"
@@ -61,18 +63,18 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
     yield from _missing_rows(summary.missing)
     yield from _arrival_rows(summary.arrivals, each_step)
     for fetches in summary.fetches:
-        by = f"{fetches.workers} worker{_plural(fetches.workers)}" if fetches.workers else "the training process"
+        by = f"{fetches.workers} worker{plural(fetches.workers)}" if fetches.workers else "the training process"
         batches = fetches.times.size
         yield (
             "Batch reading",
-            f"{_distribution(fetches.times)} ({batches} batch{_plural(batches, 'es')} by {by})",
+            f"{_distribution(fetches.times)} ({batches} batch{plural(batches, 'es')} by {by})",
         )
     yield from _loading_rows(summary.loading, len(summary.ranks) > 1)
     if summary.evaluation.stretches:
         stretches = summary.evaluation.stretches
         yield (
             "Evaluation",
-            f"{_duration(summary.evaluation.total_ns)} in {stretches:,} kept stretch{_plural(stretches, 'es')}",
+            f"{duration(summary.evaluation.total_ns)} in {stretches:,} kept stretch{plural(stretches, 'es')}",
         )
     several_ranks = len(summary.ranks) > 1
     for step in summary.slowest:
@@ -81,13 +83,12 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
         yield "Failed", f"{step.error_type or 'error'}: {_step(step, several_ranks, jaeger_url)}"
     if len(summary.failed) > _FAILED_SHOWN:
         yield "Failed", f"and {len(summary.failed) - _FAILED_SHOWN} more steps"
-    yield from _stall_rows(summary.stalls, summary.stalls_left_out)
     for (name, error_type), count in summary.failed_elsewhere.items():
         error = error_type or "error"
         if name == SpanName.WORKER:
-            yield "Failed", f"{count} worker{_plural(count)} ended: {error}"
+            yield "Failed", f"{count} worker{plural(count)} ended: {error}"
         else:
-            yield "Failed", f"{error} in {count} {name} span{_plural(count)}"
+            yield "Failed", f"{error} in {count} {name} span{plural(count)}"
     if summary.user_spans:
         yield "Own spans", f"{summary.user_spans:,} of the script's own"
     yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
@@ -95,9 +96,9 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
 
 def _missing_rows(missing: Ranks) -> Iterator[tuple[str, str]]:
     if missing.unread:
-        yield "Missing", f"nothing was read of {_ranks(missing.unread)} of {missing.world:,}"
+        yield "Missing", f"nothing was read of {ranks(missing.unread)} of {missing.world:,}"
     if missing.without_step:
-        yield "Missing", f"no step was kept of {_ranks(missing.without_step)}"
+        yield "Missing", f"no step was kept of {ranks(missing.without_step)}"
 
 
 def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, str]]:
@@ -114,8 +115,8 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
         total = sum(late.late_ns for late in rest)
         yield (
             "Arrived last",
-            f"{len(rest)} other rank{_plural(len(rest))}: in {sum(late.steps for late in rest):,} steps,"
-            f" {_duration(total)} in all",
+            f"{len(rest)} other rank{plural(len(rest))}: in {sum(late.steps for late in rest):,} steps,"
+            f" {duration(total)} in all",
         )
     if arrivals.even:
         yield "Arrived last", f"no rank for sure: in {arrivals.even:,} of {_number_of_steps(arrivals.compared)}"
@@ -152,15 +153,15 @@ def _late(late: Late, compared: int) -> str:
     )
     return (
         f"rank {late.rank}: in {late.steps:,} of {_number_of_steps(compared)}, the others waited"
-        f" {_duration(late.late_ns)} for it in all, {_percent(late.share)} of the steps' time; what took it longer:"
+        f" {duration(late.late_ns)} for it in all, {percent(late.share)} of the steps' time; what took it longer:"
         f" {longer}"
     )
 
 
 def _arrival(arrival: Arrival) -> str:
     return (
-        f"step {arrival.step}: rank {arrival.rank}, {_duration(arrival.late_ns)} late, at {arrival.collectives:,} of"
-        f" {arrival.of:,} collective{_plural(arrival.of)}; what took it longer: {_part(arrival.longer)}"
+        f"step {arrival.step}: rank {arrival.rank}, {duration(arrival.late_ns)} late, at {arrival.collectives:,} of"
+        f" {arrival.of:,} collective{plural(arrival.of)}; what took it longer: {_part(arrival.longer)}"
     )
 
 
@@ -168,41 +169,8 @@ def _part(longer: str) -> str:
     return PARTS.get(longer, longer) or "not known"
 
 
-def _stall_rows(stalls: Sequence[Stall], left_out: int) -> Iterator[tuple[str, str]]:
-    for stall in stalls[:_STALLS_SHOWN]:
-        by = f"{_ranks(stall.ranks)}" + (f", {stall.count} times" if stall.count > len(stall.ranks) else "")
-        if stall.name == SpanName.STALL:
-            error = f"{stall.error_type}: " if stall.error_type else ""
-            yield "Stalled", f"{error}{stall.words or _not_come(stall)} (told by {by})"
-        else:
-            which = f" {stall.seq}" if stall.seq is not None else ""
-            group = f" of group {stall.group}" if stall.group else ""
-            yield (
-                "Failed",
-                f"{stall.error_type or 'error'} in {stall.name}{which}{group} on {by}; {_not_come(stall)}",
-            )
-    more = sum(stall.count for stall in stalls[_STALLS_SHOWN:]) + left_out
-    if more:
-        yield "Failed", f"and {more:,} more stalls and failures of collectives"
-
-
-def _not_come(stall: Stall) -> str:
-    if not stall.known:
-        return "who had not come is not known"
-    reasons: dict[str, list[int]] = {}
-    for missed in stall.missing:
-        reasons.setdefault(missed.reason, []).append(missed.rank)
-    who = "; ".join(f"{_ranks(ranks)} ({reason})" for reason, ranks in reasons.items())
-    more = stall.missing_count - len(stall.missing)
-    return f"had not come: {who or 'nobody'}" + (f" and {more:,} more" if more > 0 else "")
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{_plural(len(ranks))} {as_ranges(ranks)}"
-
-
 def _number_of_steps(count: int) -> str:
-    return f"{count:,} kept step{_plural(count)}"
+    return f"{count:,} kept step{plural(count)}"
 
 
 def _of(durations: Sequence[int]) -> str:
@@ -212,9 +180,9 @@ def _of(durations: Sequence[int]) -> str:
 def _loading_rows(loading: Loading, several_ranks: bool) -> Iterator[tuple[str, str]]:
     parts: list[str] = []
     if loading.busy is not None:
-        parts.append(f"busy {_percent(loading.busy)} of their time")
+        parts.append(f"busy {percent(loading.busy)} of their time")
     if loading.ready is not None:
-        parts.append(f"{loading.ready:g} batch{_plural(int(loading.ready), 'es')} ready at a next (median)")
+        parts.append(f"{loading.ready:g} batch{plural(int(loading.ready), 'es')} ready at a next (median)")
     if loading.free_shm is not None:
         parts.append(f"{loading.free_shm / 2**20:,.0f} MiB of /dev/shm free at their start")
     if parts:
@@ -222,11 +190,11 @@ def _loading_rows(loading: Loading, several_ranks: bool) -> Iterator[tuple[str, 
     for slow in loading.slow_workers:
         yield (
             "Slow worker",
-            f"{_worker(slow, several_ranks)}: median {_duration(slow.median_ns)} a batch,"
-            f" the others {_duration(slow.others_ns)}",
+            f"{_worker(slow, several_ranks)}: median {duration(slow.median_ns)} a batch,"
+            f" the others {duration(slow.others_ns)}",
         )
     for fetch in loading.slow_fetches:
-        yield "Slow samples", f"{fetch.samples}: {_duration(fetch.duration_ns)} in worker {fetch.worker}"
+        yield "Slow samples", f"{fetch.samples}: {duration(fetch.duration_ns)} in worker {fetch.worker}"
     if loading.advice is not None:
         yield from _advice_rows(loading.advice)
     for words in loading.died:
@@ -240,16 +208,16 @@ def _worker(slow: SlowWorker, several_ranks: bool) -> str:
 
 
 def _advice_rows(advice: Advice) -> Iterator[tuple[str, str]]:
-    wait = f"steps wait for data {_percent(advice.wait)} of their time"
+    wait = f"steps wait for data {percent(advice.wait)} of their time"
     read = "the one worker reads" if advice.workers == 1 else f"the {advice.workers} workers read"
-    read += f" {_percent(advice.busy)} of {'its' if advice.workers == 1 else 'theirs'}"
+    read += f" {percent(advice.busy)} of {'its' if advice.workers == 1 else 'theirs'}"
     if advice.more is More.NO_WAIT:
         yield "More workers", f"would not help: {wait}, {read}"
     elif advice.more is More.YES:
         yield (
             "More workers",
             "would help where processors and storage have room for them. Reading is the limit: a batch takes"
-            f" {_duration(advice.fetch_ns)} in a worker, a step computes in {_duration(advice.computing_ns)};"
+            f" {duration(advice.fetch_ns)} in a worker, a step computes in {duration(advice.computing_ns)};"
             f" {wait}, {read}",
         )
     else:
@@ -257,7 +225,7 @@ def _advice_rows(advice: Advice) -> Iterator[tuple[str, str]]:
 
 
 def _cause(advice: Advice) -> str:
-    share = f"{_percent(advice.share)} of the waiting is"
+    share = f"{percent(advice.share)} of the waiting is"
     if advice.cause is Cause.START:
         return (
             f"{share} for the first batches of an epoch, beside reading them; workers were started {advice.starts}"
@@ -278,13 +246,13 @@ def _cause(advice: Advice) -> str:
 def _reading_rows(reading: Reading) -> Iterator[tuple[str, str]]:
     yield (
         "Read",
-        f"{reading.spans:,} span{_plural(reading.spans)} in {reading.files} file{_plural(reading.files)}"
+        f"{reading.spans:,} span{plural(reading.spans)} in {reading.files} file{plural(reading.files)}"
         f" of {reading.directory}",
     )
     if reading.removed:
         yield (
             "Removed",
-            f"{reading.removed:,} full file{_plural(reading.removed)}, the oldest, to make room:"
+            f"{reading.removed:,} full file{plural(reading.removed)}, the oldest, to make room:"
             " OTEL_DL_FILE_MAX_FILES and OTEL_DL_FILE_MAX_BYTES keep more",
         )
     for reason, entry in reading.passed_over.items():
@@ -305,42 +273,25 @@ def _basis(times: Times) -> str:
 
 
 def _count(times: Times) -> str:
-    return f"{times.steps.size:,} step{_plural(times.steps.size)}"
+    return f"{times.steps.size:,} step{plural(times.steps.size)}"
 
 
 def _rank(rank: Rank) -> str:
     return (
         f"rank {rank.rank}: {rank.kept:,} kept of at least {rank.total:,}, {_distribution(rank.times.steps)},"
-        f" data wait {_percent(rank.times.shares['data wait'])} ({_count(rank.times)})"
+        f" data wait {percent(rank.times.shares['data wait'])} ({_count(rank.times)})"
     )
 
 
 def _step(step: Step, with_rank: bool, jaeger_url: str) -> str:
     rank = f" rank {step.rank}" if with_rank else ""
     trace = f"{jaeger_url}/trace/{step.trace_id}" if jaeger_url else step.trace_id
-    return f"step {step.number}{rank}, {_duration(step.duration_ns)}, kept as {step.keep_reason or 'unknown'}, {trace}"
+    return f"step {step.number}{rank}, {duration(step.duration_ns)}, kept as {step.keep_reason or 'unknown'}, {trace}"
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    return ", ".join(f"{part} {_percent(share)}" for part, share in shares.items())
+    return ", ".join(f"{part} {percent(share)}" for part, share in shares.items())
 
 
 def _distribution(times: Distribution) -> str:
-    return f"median {_duration(times.median_ns)}, p99 {_duration(times.p99_ns)}"
-
-
-def _duration(nanoseconds: float) -> str:
-    for unit, size in (("s", 1e9), ("ms", 1e6)):
-        if nanoseconds >= size:
-            return (
-                f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:,.0f} {unit}"
-            )
-    return f"{nanoseconds / 1e3:.3g} µs"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def _plural(count: int, ending: str = "s") -> str:
-    return "" if count == 1 else ending
+    return f"median {duration(times.median_ns)}, p99 {duration(times.p99_ns)}"
