@@ -318,7 +318,8 @@ class TestArrivedLast:
         summary = job.summary(tmp_path)
         arrival = next(each for each in summary.arrivals.steps if each.step == 2)
         assert (arrival.rank, arrival.longer) == (2, "")
-        assert "what took it longer: not known" in next(lines(summary, "Latest"))
+        assert "step 2: rank 2, 5" in "\n".join(lines(summary, "Last in", each_step=True))
+        assert "what took it longer: not known" in list(lines(summary, "Last in", each_step=True))[-1]
 
     def test_a_broadcast_that_a_rank_comes_late_to_holds_nobody_up(self, tmp_path: Path) -> None:
         job = Job(2, ddp=False)
@@ -373,8 +374,8 @@ class TestArrivedLast:
         assert list(lines(summary, "Collectives")) == [
             "40 × dist.all_reduce: until the last rank came median 0 µs, p99 50 ms; from then on median 1 ms, p99 1 ms"
         ]
-        assert next(lines(summary, "Latest")) == (
-            "step 1: rank 2, 50 ms late, at 3 of 4 collectives; what took it longer: data wait"
+        assert next(lines(summary, "Longest waits")) == (
+            "step 1: 50 ms for rank 2, at 3 of 4 collectives; what took it longer: data wait"
         )
 
     def test_one_rank_has_nobody_to_wait_for(self, tmp_path: Path) -> None:
@@ -382,7 +383,77 @@ class TestArrivedLast:
         job.step(0)
         text = render_summary(job.summary(tmp_path))
         assert "Missing" not in text
-        assert "Latest" not in text
+        assert "Longest waits" not in text
+        assert "Arrived last" not in text
+
+
+class TestStandsOut:
+    """Somebody is always the last: who is told has to be it by more than noise."""
+
+    @pytest.mark.parametrize("world", [2, 3, 4, 8])
+    def test_ranks_that_are_late_in_turn_are_not_listed(self, tmp_path: Path, world: int) -> None:
+        job = Job(world, jitter=3)
+        for number in range(60):
+            job.step(number)
+        summary = job.summary(tmp_path)
+        assert len(summary.arrivals.ranks) == world, "each is last some time"
+        (told,) = lines(summary, "Arrived last")
+        assert told.startswith(
+            "no rank more often than by chance, of 60 kept steps; waiting for whichever was the last"
+        )
+        assert list(lines(summary, "Longest waits")) == []
+
+    @pytest.mark.parametrize(("world", "slow"), [(2, 1), (4, 3), (8, 0)])
+    def test_a_slow_rank_is_listed_alone(self, tmp_path: Path, world: int, slow: int) -> None:
+        job = Job(world, jitter=3)
+        for number in range(20):
+            job.step(number, {(slow, "forward"): 3})
+        summary = job.summary(tmp_path)
+        assert [line.split(":")[0] for line in lines(summary, "Arrived last") if line.startswith("rank")] == [
+            f"rank {slow}"
+        ]
+        assert all(f" for rank {slow}, " in line for line in lines(summary, "Longest waits"))
+
+    def test_a_rank_that_is_always_last_by_next_to_nothing_is_not_listed(self, tmp_path: Path) -> None:
+        job = Job(jitter=0, error=0.01)
+        for number in range(20):
+            job.step(number, {(1, "forward"): 0.1})
+        summary = job.summary(tmp_path)
+        assert [late.rank for late in summary.arrivals.ranks] == [1]
+        assert next(lines(summary, "Arrived last")).startswith("no rank more often")
+
+    def test_one_step_in_which_all_waited_long_is_told(self, tmp_path: Path) -> None:
+        job = Job(jitter=3)
+        for number in range(40):
+            job.step(number, {(2, "forward"): 100} if number == 17 else {})
+        (told,) = lines(job.summary(tmp_path), "Longest waits")
+        assert told.startswith("step 17: ")
+        assert "for rank 2" in told
+
+
+class TestOwnTime:
+    def test_the_slow_rank_shows_where_all_steps_take_equally_long(self, tmp_path: Path) -> None:
+        job = Job(jitter=0)
+        for number in range(5):
+            job.step(number, {(2, "forward"): 50})
+        summary = job.summary(tmp_path)
+        assert {rank.times.steps.median_ns for rank in summary.ranks} == {65 * MS}
+        own = {rank.rank: rank.own.median_ns / MS for rank in summary.ranks if rank.own is not None}
+        assert own == {0: 15, 1: 15, 2: 65, 3: 15}
+        told = list(lines(summary, "Ranks"))
+        assert told[2] == (
+            "rank 2: 5 kept of at least 5, median 65 ms, p99 65 ms, own median 65 ms (5 steps), data wait 3.1%"
+            " (5 steps)"
+        )
+        assert "own median 15 ms" in told[0]
+        assert told[4].startswith("(own: ")
+
+    def test_it_is_not_told_where_a_rank_is_missing(self, tmp_path: Path) -> None:
+        job = Job()
+        job.step(0, {(3, "forward"): 50})
+        summary = job.summary(tmp_path, without=[3])
+        assert {rank.own for rank in summary.ranks} == {None}
+        assert "own" not in " ".join(lines(summary, "Ranks"))
 
 
 def waited(job: Job, rank: int, ms: float, seq: int = 3, began: float = 0, error: str = "", **said: Any) -> None:
@@ -439,7 +510,7 @@ class TestIncidents:
         summary = job.summary(tmp_path)
         assert list(lines(summary, "Incident"))[:-1] == [
             "rank 2 had not come (late): it has been in forward for 6.0 s",
-            "ranks 0-1,3 waited 6 s in all_reduce 3 of the default group, in backward, at step 2; failed: GLOO_TIMEOUT",
+            "ranks 0-1,3 waited 6 s in all_reduce 3 of the default group at step 2; failed in backward: GLOO_TIMEOUT",
         ]
         assert list(lines(summary, "Failed")) == []
         assert "Stalled" not in render_summary(summary)
@@ -457,8 +528,7 @@ class TestIncidents:
         ended(job, 1, "SIGTERM", began=50)
         assert self.paragraph(job, tmp_path) == [
             "rank 3 is dead (killed by SIGKILL); it was outside any phase at step 2",
-            "ranks 0,2 waited 50 ms in all_reduce 3 of the default group, in backward, at step 2; failed:"
-            " GLOO_PEER_LOST",
+            "ranks 0,2 waited 50 ms in all_reduce 3 of the default group at step 2; failed in backward: GLOO_PEER_LOST",
             "rank 1 waited 50 ms in all_reduce 3 of the default group",
             "SIGTERM then ended rank 1 in step 2 (launchers send it to the others when one rank has ended)",
         ]
@@ -483,7 +553,7 @@ class TestIncidents:
         assert self.paragraph(job, tmp_path) == [
             "rank 1 had not come (late): it has been in forward; it came 9 s after the first and failed as well:"
             " GLOO_PEER_LOST",
-            "rank 0 waited 6 s in all_reduce 3 of the default group, in backward, at step 2; failed: GLOO_TIMEOUT",
+            "rank 0 waited 6 s in all_reduce 3 of the default group at step 2; failed in backward: GLOO_TIMEOUT",
         ]
 
     def test_where_nobody_can_know_who_had_not_come_nobody_is_named(self, tmp_path: Path) -> None:
@@ -506,8 +576,7 @@ class TestIncidents:
         assert self.paragraph(job, tmp_path) == [
             "rank 0 had not issued the same: it has issued all_reduce of 16 bytes under this number",
             "rank 1 had not issued the same: it has issued all_reduce of 17 bytes under this number",
-            "ranks 0-1 waited 50 ms in all_reduce 3 of the default group, in backward, at step 2; failed:"
-            " GLOO_PEER_LOST",
+            "ranks 0-1 waited 50 ms in all_reduce 3 of the default group at step 2; failed in backward: GLOO_PEER_LOST",
         ]
 
     def test_one_death_is_one_incident_whatever_the_others_waited_in(self, tmp_path: Path) -> None:
@@ -517,8 +586,8 @@ class TestIncidents:
         waited(job, 1, 40, group="1", began=5, seq=7, error="GLOO_PEER_LOST", **dead)
         assert [line.split(" at step")[0] for line in self.paragraph(job, tmp_path)] == [
             "rank 3 is dead",
-            "rank 0 waited 50 ms in all_reduce 3 of the default group, in backward,",
-            "rank 1 waited 40 ms in all_reduce 7 of group 1, in backward,",
+            "rank 0 waited 50 ms in all_reduce 3 of the default group",
+            "rank 1 waited 40 ms in all_reduce 7 of group 1",
         ]
 
     def test_two_hangs_are_two_incidents(self, tmp_path: Path) -> None:

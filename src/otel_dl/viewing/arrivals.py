@@ -52,7 +52,7 @@ class Arrival(NamedTuple):
     of: int
     """How many the step has."""
     share: float
-    """`late_ns` of the step's duration (the ranks' median)."""
+    """`late_ns` of the step's duration (the longest of the ranks')."""
     longer: str
     """The phase (`forward`, …) or `OUTSIDE` that took longer on it than on the others, by most of `late_ns`; "" where
     the numbers show none."""
@@ -96,6 +96,9 @@ class Arrivals(NamedTuple):
     lacking: Sequence[int]
     """Steps of which nothing is said: ranks of their collectives are missing."""
     operations: Sequence[Operation]
+    own: Mapping[int, Sequence[int]]
+    """Rank → of each step compared its own time: the step's without what it waited, in collectives, for ranks that came
+    later."""
     left_out: int
     """Spans of collectives beyond `MOST`."""
 
@@ -234,6 +237,7 @@ class Collector:
                     lacking.add(step)
 
         found: list[Arrival] = []
+        own: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         unclear: list[int] = []
         waits: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         transfers: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
@@ -252,7 +256,10 @@ class Collector:
                 continue
             duration = self._duration(known)
             whole += duration
-            arrival = self._arrival(step, known, duration)
+            arrival, waited = self._arrival(step, known, duration)
+            for rank, (place, nanoseconds) in waited.items():
+                if self._durations[place] >= 0:
+                    own[rank].append(max(0, self._durations[place] - nanoseconds))
             if arrival is not None:
                 found.append(arrival)
         compared = len(by_step) - len(lacking) - len(unclear)
@@ -264,6 +271,7 @@ class Collector:
             unclear=unclear,
             lacking=sorted(lacking),
             operations=[Operation(_OPS[op], counts[op], waits[op], transfers[op]) for op in sorted(counts)],
+            own=own,
             left_out=max(0, self._count - MOST),
         )
 
@@ -300,11 +308,15 @@ class Collector:
         )
 
     def _duration(self, collectives: Sequence[_Collective]) -> float:
+        """Of the rank whose step is the longest: others may have begun it late."""
         places = {part.place for each in collectives for part in each.parts}
-        return statistics.median([self._durations[place] for place in places if self._durations[place] >= 0] or [0])
+        return max((self._durations[place] for place in places), default=0)
 
-    def _arrival(self, step: int, collectives: Sequence[_Collective], duration: float) -> Arrival | None:
-        """Of one step, whose collectives are given group by group in the order of their numbers.
+    def _arrival(
+        self, step: int, collectives: Sequence[_Collective], duration: float
+    ) -> tuple[Arrival | None, Mapping[int, tuple[int, int]]]:
+        """Of one step, whose collectives are given group by group in the order of their numbers: who arrived last; and
+        of each rank its place, and how long it waited in all.
 
         After a collective that the caller waits for, all ranks go on together: who is late at the next one has lost
         that time since, so lateness adds up. It doesn't where the caller goes on at once (DDP's buckets): who is late
@@ -343,19 +355,25 @@ class Collector:
                 settled[rank, group] = elsewhere[rank]
                 part = next(part for part in longest.parts if part.rank == rank)
                 blocked[part.place].append((part.local, longest.waited[rank]))
+        waits = {
+            part.rank: (part.place, sum(ns for _, ns in blocked[part.place]))
+            for each in collectives
+            for part in each.parts
+        }
         if not totals:
-            return None
+            return None, waits
         late_of = {rank: max(by_group.values()) for rank, by_group in totals.items()}
         rank = max(late_of, key=late_of.__getitem__)
-        return Arrival(
+        arrival = Arrival(
             step,
             rank,
             late_of[rank],
             last_at[rank],
             len(collectives),
-            late_of[rank] / duration if duration else 0.0,
+            late_of[rank] / duration if duration > 0 else 0.0,
             self._longer(rank, late_of[rank], collectives, blocked),
         )
+        return arrival, waits
 
     def _longer(
         self,

@@ -114,8 +114,7 @@ def _waiters(incident: Incident) -> Iterator[str]:
 
 
 def _what(waiter: Waiter) -> str:
-    what = describe(waiter.name, waiter.group, waiter.seq or 0) if waiter.name else "what its spans do not name"
-    return f"{what}, in {waiter.phase}," if waiter.phase else what
+    return describe(waiter.name, waiter.group, waiter.seq or 0) if waiter.name else "what its spans do not name"
 
 
 def _how_long(waiters: Sequence[Waiter]) -> str:
@@ -128,7 +127,8 @@ def _ended(waiters: Sequence[Waiter], terminated: Collection[int]) -> str:
     for waiter in waiters:
         if waiter.error_type:
             then = f", and ended by {waiter.startup_error} before a first step" if waiter.startup_error else ""
-            by_end[f"failed: {waiter.error_type}{then}"].append(waiter.rank)
+            phase = f" in {waiter.phase}" if waiter.phase else ""
+            by_end[f"failed{phase}: {waiter.error_type}{then}"].append(waiter.rank)
         elif waiter.rank not in terminated:
             by_end["went on later" if waiter.went_on else "how that ended is not in these traces"].append(waiter.rank)
     if len(by_end) == 1 and not any(waiter.rank in terminated and not waiter.error_type for waiter in waiters):

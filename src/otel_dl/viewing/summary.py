@@ -82,6 +82,8 @@ class Rank(NamedTuple):
     kept: int
     total: int
     times: Times
+    own: Distribution | None
+    """Of `Arrivals.own`; None where no step could be compared."""
 
 
 class Fetches(NamedTuple):
@@ -205,6 +207,7 @@ class _Run:
         steps, phases = self._steps, self._phases
         reasons = _keep_reasons(steps)
         times = _times(steps, phases) if steps else None
+        compared = self._arrivals.result()
         processes = self._seen.processes()
         told = self._incidents.result(processes, [page for page in pages if page.run == self.name])
         for waiter in (waiter for incident in told.found for waiter in incident.waiters if waiter.startup_error):
@@ -219,9 +222,9 @@ class _Run:
             total=_total(steps),
             keep_reasons=Counter(reasons.values()),
             times=times,
-            ranks=[_rank(rank, by_rank[rank], phases) for rank in sorted(by_rank)],
+            ranks=[_rank(rank, by_rank[rank], phases, compared.own.get(rank)) for rank in sorted(by_rank)],
             missing=self._seen.ranks(),
-            arrivals=self._arrivals.result(),
+            arrivals=compared,
             incidents=told,
             processes=processes,
             slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
@@ -271,8 +274,14 @@ def _precedence(reason: str) -> int:
     return _REASONS.index(reason) if reason in _REASONS else len(_REASONS)
 
 
-def _rank(rank: int, steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]]) -> Rank:
-    return Rank(rank, len({step.number for step in steps}), _total(steps), _times(steps, phases))
+def _rank(rank: int, steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]], own: Sequence[int] | None) -> Rank:
+    return Rank(
+        rank,
+        len({step.number for step in steps}),
+        _total(steps),
+        _times(steps, phases),
+        distribution(own) if own else None,
+    )
 
 
 def _total(steps: Iterable[Step]) -> int:

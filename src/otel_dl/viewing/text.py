@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing import incident_text
+from otel_dl.viewing import incident_text, outstanding
 from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
@@ -60,6 +60,8 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
             yield "Ranks", _rank(rank)
         if len(summary.ranks) > _RANKS_SHOWN:
             yield "Ranks", f"and {len(summary.ranks) - _RANKS_SHOWN} more"
+        if any(rank.own for rank in summary.ranks[:_RANKS_SHOWN]):
+            yield "Ranks", "(own: the step without its waits, in collectives, for ranks that came later)"
     yield from _missing_rows(summary.missing)
     yield from _arrival_rows(summary.arrivals, each_step)
     for fetches in summary.fetches:
@@ -108,9 +110,10 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
             f"{operation.collectives:,} × {operation.name}: until the last rank came {_of(operation.wait_ns)}; from"
             f" then on {_of(operation.transfer_ns)}",
         )
-    for late in arrivals.ranks[:_LATE_SHOWN]:
+    late_ranks, late_steps = outstanding.ranks(arrivals), outstanding.steps(arrivals)
+    for late in late_ranks[:_LATE_SHOWN]:
         yield "Arrived last", _late(late, arrivals.compared)
-    rest = arrivals.ranks[_LATE_SHOWN:]
+    rest = late_ranks[_LATE_SHOWN:]
     if rest:
         total = sum(late.late_ns for late in rest)
         yield (
@@ -118,8 +121,14 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
             f"{len(rest)} other rank{plural(len(rest))}: in {sum(late.steps for late in rest):,} steps,"
             f" {duration(total)} in all",
         )
-    if arrivals.even:
+    if late_ranks and arrivals.even:
         yield "Arrived last", f"no rank for sure: in {arrivals.even:,} of {_number_of_steps(arrivals.compared)}"
+    elif arrivals.compared and not late_ranks and len(arrivals.own) > 1:
+        yield (
+            "Arrived last",
+            f"no rank more often than by chance, of {_number_of_steps(arrivals.compared)}; waiting for whichever was"
+            f" the last took {percent(sum(late.share for late in arrivals.ranks))} of the steps' time",
+        )
     if arrivals.lacking:
         yield (
             "Arrived last",
@@ -135,8 +144,8 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
     if each_step:
         yield from _each_step(arrivals)
     else:
-        for arrival in sorted(arrivals.steps, key=lambda each: -each.late_ns)[:_LATE_SHOWN]:
-            yield "Latest", _arrival(arrival)
+        for arrival in late_steps[:_LATE_SHOWN]:
+            yield "Longest waits", _wait_for(arrival)
 
 
 def _each_step(arrivals: Arrivals) -> Iterator[tuple[str, str]]:
@@ -161,6 +170,13 @@ def _late(late: Late, compared: int) -> str:
 def _arrival(arrival: Arrival) -> str:
     return (
         f"step {arrival.step}: rank {arrival.rank}, {duration(arrival.late_ns)} late, at {arrival.collectives:,} of"
+        f" {arrival.of:,} collective{plural(arrival.of)}; what took it longer: {_part(arrival.longer)}"
+    )
+
+
+def _wait_for(arrival: Arrival) -> str:
+    return (
+        f"step {arrival.step}: {duration(arrival.late_ns)} for rank {arrival.rank}, at {arrival.collectives:,} of"
         f" {arrival.of:,} collective{plural(arrival.of)}; what took it longer: {_part(arrival.longer)}"
     )
 
@@ -273,13 +289,18 @@ def _basis(times: Times) -> str:
 
 
 def _count(times: Times) -> str:
-    return f"{times.steps.size:,} step{plural(times.steps.size)}"
+    return _steps_of(times.steps)
+
+
+def _steps_of(times: Distribution) -> str:
+    return f"{times.size:,} step{plural(times.size)}"
 
 
 def _rank(rank: Rank) -> str:
+    own = f" own median {duration(rank.own.median_ns)} ({_steps_of(rank.own)})," if rank.own is not None else ""
     return (
         f"rank {rank.rank}: {rank.kept:,} kept of at least {rank.total:,}, {_distribution(rank.times.steps)},"
-        f" data wait {percent(rank.times.shares['data wait'])} ({_count(rank.times)})"
+        f"{own} data wait {percent(rank.times.shares['data wait'])} ({_count(rank.times)})"
     )
 
 
