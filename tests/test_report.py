@@ -565,11 +565,16 @@ class TestStatus:
         assert "rm -r DIR" in done.stderr
         assert done.returncode == 0
 
-    def test_a_folder_with_traces_and_no_pages_leads_to_the_report(self, tmp_path: Path) -> None:
-        assert "otel-dl report" not in status(str(tmp_path)).stderr
+    def test_an_empty_folder_says_so(self, tmp_path: Path) -> None:
+        done = status(str(tmp_path))
+        assert "has not begun, or ended in order" in done.stderr
+        assert done.returncode == 1
+
+    def test_of_a_job_that_has_ended_the_traces_tell_how(self, tmp_path: Path) -> None:
         run = Run()
         run.step(0, 10)
         FileSpanExporter(tmp_path).export(run.spans)
         done = status(str(tmp_path))
-        assert f"`otel-dl report {tmp_path}` says how workers ended" in done.stderr
-        assert done.returncode == 1
+        assert "(rank 0) ended after step 0, without a failure in these traces; last span 20" in done.stdout
+        assert f"More of them: otel-dl report {tmp_path}" in done.stderr
+        assert done.returncode == 0

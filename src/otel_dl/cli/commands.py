@@ -17,9 +17,13 @@ from otel_dl.forensics.folder import KEPT, temporary
 from otel_dl.forensics.reader import Page, read_all
 from otel_dl.forensics.report import began, lines, when
 from otel_dl.settings import URL, Settings
+from otel_dl.viewing.ended_text import ends
 from otel_dl.viewing.reading import Reading, read_spans
 from otel_dl.viewing.summary import summarize
 from otel_dl.viewing.text import render_heading, render_reading, render_summary
+
+_RUNS_SHOWN = 3
+"""Of several runs in a folder, so many are told whole, the latest."""
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -126,8 +130,8 @@ def status(directory: Path | None) -> None:
     """Print what each process of a run does, or had in hand when it died, from the status pages in DIR.
 
     DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, the runs that were given none, the
-    newest first. A process that ended in order leaves no page. The exit status is 0 when there were some and 1 when
-    there were none.
+    newest first. A process that ends by itself leaves no page: once none runs, how each ended is told by the traces in
+    DIR. The exit status is 0 when there was something to tell and 1 when there was nothing.
     """
     found: list[tuple[Path, list[Page]]] = []
     for folder in [directory] if directory is not None else temporary().glob("*/"):
@@ -138,6 +142,9 @@ def status(directory: Path | None) -> None:
             continue
         if pages:
             found.append((folder, pages))
+    is_over = directory is not None and not any(page.alive() for _, pages in found for page in pages)
+    if directory is not None and is_over and _ended(directory, found[0][1] if found else []):
+        sys.exit(0)
     for folder, pages in sorted(found, key=lambda each: began(each[1]), reverse=True):
         if directory is None:
             click.echo(f"{folder}: began {when(began(pages))}" if began(pages) else f"{folder}: has not begun")
@@ -150,18 +157,35 @@ def status(directory: Path | None) -> None:
         )
     if not found:
         where = directory or temporary()
-        _say(
-            f"otel-dl: there are no status pages in {where}: what was started there has not begun, or ended in order."
-            + _traces(directory)
-        )
+        _say(f"otel-dl: there are no status pages in {where}: what was started there has not begun, or ended in order.")
     sys.exit(0 if found else 1)
 
 
-def _traces(directory: Path | None) -> str:
-    """Where to look on, in a folder with traces but without pages: the end of a worker is in the traces."""
-    if directory is None or next(directory.glob("*.jsonl"), None) is None:
-        return ""
-    return f" `otel-dl report {shlex.quote(str(directory))}` says how workers ended."
+def _ended(directory: Path, pages: list[Page]) -> bool:
+    """Prints how the processes of a job ended of which none runs; False where there are no traces of them."""
+    reading = Reading(directory)
+    try:
+        summaries = [each for each in summarize(read_spans(reading), pages) if each.processes]
+    except OSError:
+        return False  # said already
+    latest = summaries[-_RUNS_SHOWN:]
+    told: set[str] = set()
+    for summary in latest:
+        mine = [page for page in pages if page.run == summary.run]
+        told |= {page.path for page in mine}
+        if len(summaries) > 1:
+            click.echo(f"run {summary.run or 'not known'}:")
+        for line in ends(summary, mine):
+            click.echo(line)
+    if not latest:
+        return False
+    rest = [page for page in pages if page.path not in told]
+    if rest and len(summaries) > 1:
+        click.echo("of other runs:")
+    for line in lines(rest):
+        click.echo(line)
+    _say(f"otel-dl: none of these runs any more. More of them: otel-dl report {shlex.quote(str(directory))}")
+    return True
 
 
 _DEADLY = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
@@ -172,10 +196,6 @@ def _say_killed(number: int) -> None:
     if number in _DEADLY:
         hint = " The kernel does that when memory runs out: `dmesg` says." if number == signal.SIGKILL else ""
         _say(f"otel-dl: the job was killed by {signal.Signals(number).name}; what it had not exported is lost.{hint}")
-
-
-_RUNS_SHOWN = 3
-"""Of several runs in a folder, so many are told whole, the latest."""
 
 
 def _summarize(

@@ -39,6 +39,8 @@ def _state(page: Page) -> str:
         return "runs,"
     if page.end is End.FINISHED:
         return "finished"
+    if page.end is End.TERMINATED:
+        return "was ended by SIGTERM"
     return f"ended by {page.error or 'an exception'}" if page.end is End.EXCEPTION else "died"
 
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from otel_dl.forensics.report import describe, lines, when
 from otel_dl.semconv import MissingReason
-from otel_dl.viewing.incidents import Culprit, Incident, Incidents, NotCome, Waiter
+from otel_dl.viewing.incidents import OF_RANKS, Culprit, Incident, Incidents, NotCome, Waiter
 from otel_dl.viewing.seen import Step
 from otel_dl.viewing.words import duration, ranks
 
@@ -140,4 +140,6 @@ def failure(step: Step) -> str:
     """Such as "ValueError in forward of step 2: the message"."""
     where = step.phase or ("outside any phase" if step.whole else "")
     of = f"in {where} of" if step.phase else f"{where} of" if where else "in"
-    return f"{step.error_type} {of} step {step.number}" + (f": {step.message}" if step.message else "")
+    # Of a collective the message is the backend's: which connection was closed.
+    message = "" if step.error_type.endswith(OF_RANKS) else step.message
+    return f"{step.error_type} {of} step {step.number}" + (f": {message}" if message else "")

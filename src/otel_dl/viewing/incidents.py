@@ -25,6 +25,8 @@ from otel_dl.viewing.seen import Process, Step
 
 MOST: Final = 20_000
 """Spans of a run from which incidents are made; further ones are counted."""
+OF_RANKS: Final = ("_TIMEOUT", "_PEER_LOST")
+"""Ends of an `error.type` that stands for other ranks which did not come."""
 TERMINATED: Final = "SIGTERM"
 """`error.type` of a step that SIGTERM cut off."""
 
@@ -336,7 +338,7 @@ def _is_of_ranks(span: Span) -> bool:
         return True
     if not span.failed or span.name not in COLLECTIVES | GROUPS | PHASES | {SpanName.STEP}:
         return False
-    return "dl.missing_ranks" in span.attributes or text_of(span, "error.type").endswith(("_TIMEOUT", "_PEER_LOST"))
+    return "dl.missing_ranks" in span.attributes or text_of(span, "error.type").endswith(OF_RANKS)
 
 
 def _told(span: Span, rank: int) -> _Told:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from otel_dl.semconv import FIRST_SPANS, PHASES, SpanName
+from otel_dl.semconv import COLLECTIVES, FIRST_SPANS, PHASES, SpanName
 from otel_dl.viewing.reading import Span, number_of, text_of
 
 MOST: Final = 20_000
-"""Failed phases that are kept of a run."""
+"""Failed phases and collectives that are kept of a run."""
 _WORKERS: Final = -1
 
 
@@ -23,7 +23,7 @@ class Step(NamedTuple):
     """Empty where it did not fail."""
     message: str
     phase: str = ""
-    """Which failed, directly in a step that failed; "" where none did."""
+    """Or the collective outside any, that failed in a step that failed; "" where none did."""
     whole: bool = True
     """Whether all its phases were exported."""
 
@@ -59,10 +59,10 @@ class Collector:
         self._processes: dict[tuple[int, str, int], Process] = {}
         self._world = 0
         self._failed_phases: dict[str, str] = {}
-        """Id of a span → the phase directly in it that failed."""
+        """Id of a span → what failed directly in it."""
 
     def add(self, span: Span) -> None:
-        if span.failed and span.name in PHASES and len(self._failed_phases) < MOST:
+        if span.failed and span.name in PHASES | COLLECTIVES and len(self._failed_phases) < MOST:
             self._failed_phases[span.parent_id] = span.name
         if span.name in FIRST_SPANS:
             self._world = max(self._world, number_of(span, "dl.world_size"))
