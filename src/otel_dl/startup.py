@@ -33,6 +33,16 @@ def process_start_ns() -> int:
         return _loaded_ns
 
 
+def script_name() -> str:
+    """ "train" of `python train.py` and of `python -m pkg.train`, "pkg" of `python -m pkg`; "" of `python -c` and of
+    what reads from standard input."""
+    path = sys.argv[0] if sys.argv else ""
+    if path in ("", "-", "-c", "-m"):
+        return ""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.basename(folder) if name == "__main__.py" else os.path.splitext(name)[0]
+
+
 def parts() -> dict[str, tuple[int, int]]:
     """(start, end) in epoch ns of what is known of the start-up, by span name."""
     known: dict[str, tuple[int, int]] = {}

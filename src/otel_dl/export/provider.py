@@ -22,7 +22,7 @@ from opentelemetry.sdk.environment_variables import (
     OTEL_SDK_DISABLED,
     OTEL_TRACES_SAMPLER,
 )
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
 from opentelemetry.trace import ProxyTracerProvider, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from otel_dl import threads
+from otel_dl import startup, threads
 from otel_dl.export import sampling
 from otel_dl.export.components import component, names
 from otel_dl.export.exporter_sink import ExporterSink
@@ -94,6 +94,8 @@ _current_run: CurrentRun = lambda: None  # noqa: E731
 FILES: Final = "otel_dl_file"
 """The exporter of ours, by its entry point."""
 NOWHERE: Final = "nowhere"
+_UNKNOWN_SERVICE: Final = "unknown_service"
+"""How the SDK begins the name of a service that nobody has named."""
 
 
 def connect(settings: Settings, current_run: CurrentRun, *, set_up: bool) -> Connection:
@@ -200,7 +202,9 @@ def _set_up(settings: Settings) -> _Ours:
     sampler = UserSpanSampler(sampling.from_environment() or DEFAULT_ON, current_run)
     processor = UserSpanProcessor(NoSink(), current_run, settings.held_spans, settings.exit_delay)
     # Not shut down by itself: the end is otel-dl's, within its delay.
-    provider = TracerProvider(sampler=sampler, id_generator=_id_generator(), shutdown_on_exit=False)
+    provider = TracerProvider(
+        sampler=sampler, resource=_resource(), id_generator=_id_generator(), shutdown_on_exit=False
+    )
     provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
     # A run that ends with the process has closed it by then; the user's spans may outlive the run.
@@ -208,6 +212,15 @@ def _set_up(settings: Settings) -> _Ours:
     os.register_at_fork(after_in_child=processor.after_fork)
     _ours = _Ours(provider, processor)
     return _ours
+
+
+def _resource() -> Resource:
+    """What the OTEL_* variables say; where they name no service, it is the script."""
+    resource = Resource.create()
+    script = startup.script_name()
+    if not script or not str(resource.attributes.get(SERVICE_NAME, "")).startswith(_UNKNOWN_SERVICE):
+        return resource
+    return resource.merge(Resource({SERVICE_NAME: script}))
 
 
 def _id_generator() -> IdGenerator:
