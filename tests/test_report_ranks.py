@@ -608,10 +608,11 @@ class TestIncidents:
     def test_sigterm_alone_is_one_line(self, tmp_path: Path) -> None:
         job = Job(4)
         for rank in range(4):
-            ended(job, rank, "SIGTERM")
+            ended(job, rank, "SIGTERM", words="cut off" if rank != 1 else "cut off: rank 7 is dead")
         summary = job.summary(tmp_path)
         assert list(lines(summary, "Incident")) == [
-            "SIGTERM ended ranks 0-3 in step 2; no failure or stall of these ranks came before it in these traces"
+            "SIGTERM ended ranks 0-3 in step 2; no failure or stall between ranks came before it in these traces",
+            "as said then by rank 1: cut off: rank 7 is dead",
         ]
         assert list(lines(summary, "Failed")) == []
 

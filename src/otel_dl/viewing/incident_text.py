@@ -44,7 +44,9 @@ def _paragraph(incident: Incident, jaeger_url: str) -> Iterator[str]:
         if incident.waiters:
             yield f"SIGTERM then ended {who} (launchers send it to the others when one rank has ended)"
         else:
-            yield f"SIGTERM ended {who}; no failure or stall of these ranks came before it in these traces"
+            yield f"SIGTERM ended {who}; no failure or stall between ranks came before it in these traces"
+            if incident.words:
+                yield f"as said then by {incident.words}"
     for page in incident.dead:
         (words,) = lines([page])
         yield f"{words}, by its status page; whether that has to do with it is not known"

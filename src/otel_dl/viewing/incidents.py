@@ -79,7 +79,7 @@ class Incident:
     more: int
     """How many culprits there are beside those, where they were too many for a span."""
     words: str
-    """What the last stall said, in full."""
+    """What the last stall said, in full; of ends by SIGTERM alone, what one of them said of it."""
     start_ns: int
     end_ns: int
     trace_id: str
@@ -173,6 +173,9 @@ class Collector:
                 before = [Incident((), False, (), 0, "", ended, ended, "")]
                 found = before + found
             before[-1].terminated.append((rank, step.number))
+            # It says then which ranks it saw dead, if any.
+            if not before[-1].waiters and len(step.message) > len(before[-1].words):
+                before[-1].words = f"rank {rank}: {step.message}"
         if found:
             told = {one.missing.rank for incident in found for one in incident.culprits}
             waited = {waiter.rank for incident in found for waiter in incident.waiters}
