@@ -56,10 +56,13 @@ def _is_known(code: CodeType) -> bool:
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether it is code of the user's own: neither ours nor of an installed package or the standard library."""
-    return not (_is_known(code) or any(folder in code.co_filename for folder in _PACKAGES))
+    """Whether it is code of the user's own: neither ours nor of an installed package, the standard library or what an
+    extension module has made up."""
+    path = code.co_filename
+    return not (_is_known(code) or path.startswith(_MADE_UP) or any(folder in path for folder in _PACKAGES))
 
 
+_MADE_UP: Final = ("<internal>", "<frozen ")
 _PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 
