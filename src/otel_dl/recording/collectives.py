@@ -211,12 +211,10 @@ class Collectives:
         if step is None or step.ended:
             self.leave(collective)
             return
-        collectives: list[Collective] = step.__dict__.setdefault("collectives", [])
-        if len(collectives) < run.settings.step_records:
-            collectives.append(collective)
+        if len(step.collectives) < run.settings.step_records:
+            step.collectives.append(collective)
         else:
             step.dropped += 1
-        step.plain = False  # the next step has a list of its own
 
     def leave(self, collective: Collective) -> None:
         """It belongs to no step."""

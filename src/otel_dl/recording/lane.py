@@ -246,8 +246,7 @@ class Lane(LaneState):
             fresh.dropped, fresh.error = step.dropped, step.error
             fresh.segment, fresh.boundary = step.segment, step.boundary
             fresh.warm = step.warm
-            if step.collectives:
-                fresh.collectives, fresh.plain = step.collectives, False
+            fresh.collectives = step.collectives
             self.step = fresh
 
     def _split(self, step: Step, index: int, start: int) -> None:
@@ -272,7 +271,7 @@ class Lane(LaneState):
         self.step = fresh = self.run.open(start, batch=False, former=self.former)
         fresh.records.extend(tail)
         if later:
-            fresh.collectives, fresh.plain = later, False
+            fresh.collectives = later
         if warm:
             fresh.warm, fresh.plain = True, False
         fresh.boundary = (0, start)
@@ -358,6 +357,7 @@ class Lane(LaneState):
                 run.slow.new.append(start - step.start)
                 if run.held is None:
                     step.records.clear()
+                    step.collectives.clear()
                 else:
                     run.held.recycled(step, start)
                 step.number += 1
