@@ -20,29 +20,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from _measure import machine, spread
 
-ROUNDS = 15
+ROUNDS = 9
 PROCESSES = 3
 """Of each case: two processes with the same work differ, by where things lie in memory."""
-STEPS = 100
+STEPS = 200
 MANY = 10
+REST_S = 0.25
+"""In it the threads of otel-dl and the exporter work off what a sample has left."""
 DDP_STEPS = 40
 DDP_TURNS = 24
 
 RARELY = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.0000001"}
 ALWAYS = {"OTEL_TRACES_SAMPLER": "always_on"}
-
-
-class Cost(NamedTuple):
-    """µs of CPU time a collective."""
-
-    training: float
-    others: float
 
 
 class Case(NamedTuple):
@@ -74,16 +70,9 @@ def others_ns() -> int:
     return total
 
 
-@contextlib.contextmanager
-def measured(into: list[tuple[int, int]]) -> Iterator[None]:
-    others, own = others_ns(), time.thread_time_ns()
-    yield
-    own = time.thread_time_ns() - own
-    into.append((own, others_ns() - others))
-
-
 def job(connection: Connection, case: Case) -> None:
-    """Answers each (asynchronous, collectives a step or at a stretch) with a `Cost`."""
+    """Answers each (asynchronous, collectives a step) with ns of CPU time: of the other threads until then, of this one
+    for STEPS steps."""
     os.environ.update(case.environment)
     import torch
     import torch.distributed as dist
@@ -106,7 +95,7 @@ def job(connection: Connection, case: Case) -> None:
                 return SpanExportResult.SUCCESS
 
         provider = TracerProvider()
-        provider.add_span_processor(BatchSpanProcessor(Discard()))
+        provider.add_span_processor(BatchSpanProcessor(Discard(), schedule_delay_millis=100))
         trace.set_tracer_provider(provider)
         otel_dl.instrument()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -135,28 +124,22 @@ def job(connection: Connection, case: Case) -> None:
                 reduce()
             optimizer.step()
 
-    def sample(reduce: Callable[[], None], count: int) -> Cost:
-        found: list[tuple[int, int]] = []
-        with measured(found):
-            if case.steps:
-                epoch(reduce, count)
-            else:
-                for _ in range(STEPS * count):
-                    reduce()
+    def sample(reduce: Callable[[], None], count: int) -> int:
+        start = time.thread_time_ns()
         if case.steps:
-            with measured(found):
-                epoch(reduce, 0)
+            epoch(reduce, count)
         else:
-            found.append((0, 0))
-        return Cost(*((a - b) / 1e3 / (STEPS * count) for a, b in zip(*found, strict=True)))
+            for _ in range(STEPS * count):
+                reduce()
+        return time.thread_time_ns() - start
 
-    for _ in range(20):  # what is kept of the first 1,000 steps, and built of the first collectives outside, is past
+    for _ in range(2_000 // (STEPS * MANY) + 8):  # past what is built of the first collectives outside
         sample(sync, MANY)
     connection.send(None)
     with contextlib.suppress(EOFError):
         while True:
             is_async, count = connection.recv()
-            connection.send(sample(asynchronous if is_async else sync, count))
+            connection.send((others_ns(), sample(asynchronous if is_async else sync, count)))
     os._exit(0)
 
 
@@ -171,22 +154,39 @@ def start(case: Case) -> Connection:
 def of_one_call() -> None:
     jobs = [(case, start(case)) for _ in range(PROCESSES) for case in CASES]
     kinds = {"sync": (False, MANY), "async, waited for": (True, MANY), "sync, the first alone": (False, 1)}
-    samples: dict[tuple[str, str], list[Cost]] = {}
+    own: dict[tuple[str, str], list[float]] = defaultdict(list)
+    others: dict[tuple[str, str], list[float]] = defaultdict(list)
     for turn in range(ROUNDS):
-        for kind, message in kinds.items():
-            for case, connection in jobs if turn % 2 == 0 else jobs[::-1]:
-                connection.send(message)
-                samples.setdefault((kind, case.where), []).append(connection.recv())
-    print(f"{'µs of CPU time a collective':62}{'the thread that trains':>28}{'other threads':>28}")
-    for (kind, where), costs in samples.items():
-        base = where.split(",")[0].replace(" that is not kept", "").replace(" that is kept", "")
-        without = samples[kind, f"{base.removesuffix(' any step')}, without otel-dl"]
-        if costs is without:
-            print(f"{kind:24}{where:38}{shown([cost.training for cost in costs])}")
-        else:
-            pairs = list(zip(costs, without, strict=True))
-            print(f"{kind:24}{where:38}{shown([a.training - b.training for a, b in pairs])}"
-                  f"{shown([a.others - b.others for a, b in pairs])}")  # fmt: skip
+        for case, connection in jobs if turn % 2 == 0 else jobs[::-1]:
+            without = ask(connection, False, 0)
+            for kind, (is_async, count) in kinds.items():
+                found = ask(connection, is_async, count)
+                own[kind, case.where].append((found[0] - without[0]) / count)
+                others[kind, case.where].append((found[1] - without[1]) / count)
+    print(f"{'added, µs of CPU time a collective':62}{'the thread that trains':>28}{'other threads':>28}")
+    for kind in kinds:
+        for case in CASES:
+            base = kind, ("in a step" if case.steps else "outside") + ", without otel-dl"
+            key = kind, case.where
+            if key == base:
+                print(f"{kind:24}{case.where:38}{shown(own[base])}")
+            else:
+                print(f"{kind:24}{case.where:38}{shown(differences(own, key, base))}"
+                      f"{shown(differences(others, key, base))}")  # fmt: skip
+
+
+def ask(connection: Connection, is_async: bool, count: int) -> tuple[float, float]:
+    """µs a step: of the thread that trains, of others until they have nothing left to do."""
+    connection.send((is_async, count))
+    before, own = connection.recv()
+    time.sleep(REST_S)
+    connection.send((False, 0))
+    after, _ = connection.recv()
+    return own / 1e3 / STEPS, (after - before) / 1e3 / STEPS
+
+
+def differences(of: dict[tuple[str, str], list[float]], key: tuple[str, str], base: tuple[str, str]) -> list[float]:
+    return [one - other for one, other in zip(of[key], of[base], strict=True)]
 
 
 def shown(values: list[float]) -> str:

@@ -204,6 +204,9 @@ class JobRanks(Ranks):
             return None
         return last[1]
 
+    def recovered(self, group: str) -> None:
+        self._failed.pop(group, None)
+
     def of_this_error(self, error: BaseException) -> Explained | None:
         return getattr(error, "__dict__", {}).get("_otel_dl")
 
