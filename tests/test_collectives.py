@@ -20,6 +20,8 @@ from support.ranks import begin, job
 
 import otel_dl
 from otel_dl.forensics import layout, reader, report
+from otel_dl.patches.groups import known_groups
+from otel_dl.ranks import pending
 from otel_dl.recording.collectives import CALL
 from otel_dl.semconv import COLLECTIVES
 
@@ -748,6 +750,37 @@ def test_no_work_and_no_tensor_is_kept(alone: None) -> None:
         del work, left, ones
         gc.collect()
         assert [reference() for reference in gone] == [None] * 3
+
+
+@pytest.mark.skipif(not HOOKED, reason="the Flight Recorder knows gloo from torch 2.8 on")
+def test_the_flight_recorder_is_asked_only_where_nothing_moves(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = torch._C._distributed_c10d
+    dump, asked = native._dump_fr_trace_json, []
+    monkeypatch.setattr(native, "_dump_fr_trace_json", lambda **options: asked.append(options) or dump(**options))
+    with recording(directory=str(tmp_path)) as recorded:
+        recorded.run.start()
+        groups = {group.id: group for group in known_groups()}
+
+        class Issues(torch.nn.Linear):
+            """What it issues, C++ would wait for."""
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.work = dist.all_reduce(torch.ones(3), async_op=True)
+                pending.stuck(recorded.run, groups)
+                found.append(len(asked))
+                pending.stuck(recorded.run, groups, still_ns=0)
+                found.append(len(asked))
+                return super().forward(x)
+
+        found: list[int] = []
+        model = Issues(2, 2)
+        model(torch.ones(2, 2))
+        pending.stuck(recorded.run, groups, still_ns=0)  # outside any phase it computes, whatever is under way
+        found.append(len(asked))
+        model.work.wait()
+    assert found == [0, 1, 1]
 
 
 def test_a_step_with_collectives_is_no_work_for_the_garbage_collector(alone: None) -> None:

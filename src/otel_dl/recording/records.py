@@ -195,6 +195,8 @@ class Step(StepState):
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     global_step: int | None = None
     explicit = False
+    joined = False
+    """Whether this rank has run out of data, and takes part in the others' step."""
     requested = False
     warm = False
     """Whether one-time work ran in it."""

@@ -11,15 +11,14 @@ import importlib
 import json
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.faults import from_signal_handler
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.collectives.ops import TRANSFERS, Op
 from otel_dl.patches.groups import ask, group_of
-from otel_dl.recording.context import SUPPRESSED, get_current
 from otel_dl.recording.collectives import CALL, Bucket, Collective, Communicator, How
+from otel_dl.recording.context import SUPPRESSED, get_current
 from otel_dl.recording.lane import is_failure
 from otel_dl.recording.ranks import Group, Wait
 from otel_dl.recording.records import clock

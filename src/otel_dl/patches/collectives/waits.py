@@ -10,6 +10,7 @@ from typing import Any
 
 from otel_dl.patches.collectives.ops import OBJECTS, SYNCHRONOUS, Op, op
 from otel_dl.patches.collectives.tracker import Tracker
+from otel_dl.recording.collectives import Collective
 from otel_dl.recording.records import clock
 from otel_dl.semconv import SpanName
 
@@ -48,7 +49,8 @@ def _function(tracker: Tracker, func: Callable[..., Any], position: int, op: Op 
         if is_dynamo_compiling():
             return func(*args, **kwargs)
         asynchronous = position >= 0 and (args[position] if position < len(args) else kwargs.get("async_op", False))
-        thread, issued = threads.own, []
+        thread = threads.own
+        issued: list[Collective] = []
         waits, outer = thread.waits, thread.issued
         try:
             thread.waits, thread.issued = not asynchronous, issued
