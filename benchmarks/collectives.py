@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 from _measure import machine, spread
 
 ROUNDS = 9
-PROCESSES = 3
+PROCESSES = 2
 """Of each case: two processes with the same work differ, by where things lie in memory."""
-STEPS = 200
+STEPS = 40
+STRETCHES = 5
+"""Of so many steps each, of which the least counts: what else runs on the machine only adds, and cold caches most."""
 MANY = 10
-REST_S = 0.25
-"""In it the threads of otel-dl and the exporter work off what a sample has left."""
 DDP_STEPS = 40
 DDP_TURNS = 24
 
@@ -71,8 +71,8 @@ def others_ns() -> int:
 
 
 def job(connection: Connection, case: Case) -> None:
-    """Answers each (asynchronous, collectives a step) with ns of CPU time: of the other threads until then, of this one
-    for STEPS steps."""
+    """Answers each (asynchronous, collectives a step) with ns of CPU time: of this thread for STEPS steps, of the
+    others for STRETCHES times as many."""
     os.environ.update(case.environment)
     import torch
     import torch.distributed as dist
@@ -82,6 +82,7 @@ def job(connection: Connection, case: Case) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     torch.set_num_threads(1)
+    flush: Callable[[], object] = lambda: None  # noqa: E731
     if case.instrumented:
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
         from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -98,6 +99,7 @@ def job(connection: Connection, case: Case) -> None:
         provider.add_span_processor(BatchSpanProcessor(Discard(), schedule_delay_millis=100))
         trace.set_tracer_provider(provider)
         otel_dl.instrument()
+        flush = otel_dl.flush
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if case.hooks and hasattr(c10d.ProcessGroup, "register_pre_hook"):
         group: Any = c10d._get_default_group()
@@ -124,7 +126,7 @@ def job(connection: Connection, case: Case) -> None:
                 reduce()
             optimizer.step()
 
-    def sample(reduce: Callable[[], None], count: int) -> int:
+    def stretch(reduce: Callable[[], None], count: int) -> int:
         start = time.thread_time_ns()
         if case.steps:
             epoch(reduce, count)
@@ -133,13 +135,20 @@ def job(connection: Connection, case: Case) -> None:
                 reduce()
         return time.thread_time_ns() - start
 
-    for _ in range(2_000 // (STEPS * MANY) + 8):  # past what is built of the first collectives outside
+    def sample(reduce: Callable[[], None], count: int) -> int:
+        return min(stretch(reduce, count) for _ in range(STRETCHES))
+
+    for _ in range(2):  # past what is built of the first collectives outside
         sample(sync, MANY)
     connection.send(None)
     with contextlib.suppress(EOFError):
         while True:
             is_async, count = connection.recv()
-            connection.send((others_ns(), sample(asynchronous if is_async else sync, count)))
+            before = others_ns()
+            own = sample(asynchronous if is_async else sync, count)
+            start = time.thread_time_ns()
+            flush()  # builds what is left in this thread, in the place of otel-dl's
+            connection.send((own, others_ns() - before + time.thread_time_ns() - start))
     os._exit(0)
 
 
@@ -176,13 +185,10 @@ def of_one_call() -> None:
 
 
 def ask(connection: Connection, is_async: bool, count: int) -> tuple[float, float]:
-    """µs a step: of the thread that trains, of others until they have nothing left to do."""
+    """µs a step: of the thread that trains; of others."""
     connection.send((is_async, count))
-    before, own = connection.recv()
-    time.sleep(REST_S)
-    connection.send((False, 0))
-    after, _ = connection.recv()
-    return own / 1e3 / STEPS, (after - before) / 1e3 / STEPS
+    own, others = connection.recv()
+    return own / 1e3 / STEPS, others / 1e3 / STEPS / STRETCHES
 
 
 def differences(of: dict[tuple[str, str], list[float]], key: tuple[str, str], base: tuple[str, str]) -> list[float]:
