@@ -18,7 +18,10 @@ import torch.distributed.distributed_c10d as c10d
 from support.inprocess import Recorded, recording
 from support.ranks import begin, job
 
+import otel_dl
 from otel_dl.forensics import layout, reader, report
+from otel_dl.patches.groups import known_groups
+from otel_dl.ranks import pending
 from otel_dl.recording.collectives import CALL
 from otel_dl.semconv import COLLECTIVES
 
@@ -234,6 +237,9 @@ class Noted:
     def left(self, *args: Any) -> None: ...
     def kept(self, *args: Any) -> None: ...
 
+    def recovered(self, group: str) -> None:
+        self.asked.append(["recovered", group])
+
     def explain(self, error: BaseException, wait: Any) -> Any:
         from otel_dl.recording.ranks import Explained
 
@@ -301,6 +307,33 @@ def failures(rank: int, size: int, folder: str) -> Any:
     answer["steps"] = [dict(span.attributes) for span in recorded.named("train.step")]
     answer["backwards"] = [dict(span.attributes) for span in recorded.named("backward")]
     return answer
+
+
+def waited_for_again(rank: int, size: int, folder: str) -> Any:
+    """Rank 1 comes when rank 0 has given up twice."""
+    from datetime import timedelta
+
+    store = dist.FileStore(f"{folder}/common", size)
+    caught: list[str] = []
+    with recording() as recorded:
+        recorded.run.ranks = noted = Noted()  # type: ignore[assignment]
+        begin(rank, size, folder)
+        collectives = recorded.run.collectives
+        with otel_dl.step():
+            if rank:
+                store.wait(["given up"], timedelta(seconds=60))
+            work = dist.all_reduce(torch.ones(4), async_op=True)
+            for _ in range(0 if rank else 2):
+                try:
+                    work.wait(timedelta(seconds=0.1))
+                except RuntimeError as error:
+                    caught.append(str(error))
+                    assert not collectives.waits
+            store.set("given up", "1")
+            work.wait()
+            assert not collectives.outstanding
+    return {"caught": caught, "asked": noted.asked, "spans": told(recorded),
+            "steps": [dict(span.attributes) for span in recorded.named("train.step")]}  # fmt: skip
 
 
 def counted(rank: int, size: int, folder: str) -> Any:
@@ -582,6 +615,20 @@ def test_a_failure_is_told_with_what_is_known_of_the_other_ranks() -> None:
     assert "GLOO_TIMEOUT" in [step.get("error.type") for step in answer["steps"]]
 
 
+def test_what_is_complete_in_the_end_has_not_failed_and_is_explained_once() -> None:
+    answers = job("test_collectives:waited_for_again")
+    assert [len(answer["caught"]) for answer in answers] == [2, 0]
+    assert len(set(answers[0]["caught"])) == 1
+    assert [asked[0] for asked in answers[0]["asked"]] == ["dist.all_reduce", "recovered"]
+    for answer in answers:
+        (span,), (step,) = answer["spans"], answer["steps"]
+        assert not span["failed"]
+        assert "error.type" not in span
+        assert "error.type" not in step
+    (first,) = answers[0]["spans"]
+    assert first["end"] - first["start"] >= 200_000_000, "it ends where it was complete, not where a wait gave up"
+
+
 @pytest.mark.long
 def test_fully_sharded_models_show_all_they_issue() -> None:
     for answer in job("test_collectives:sharded", timeout=120):
@@ -703,6 +750,68 @@ def test_no_work_and_no_tensor_is_kept(alone: None) -> None:
         del work, left, ones
         gc.collect()
         assert [reference() for reference in gone] == [None] * 3
+
+
+@pytest.mark.skipif(not HOOKED, reason="the Flight Recorder knows gloo from torch 2.8 on")
+def test_the_flight_recorder_is_asked_only_where_nothing_moves(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = torch._C._distributed_c10d
+    dump, asked = native._dump_fr_trace_json, []
+    monkeypatch.setattr(native, "_dump_fr_trace_json", lambda **options: asked.append(options) or dump(**options))
+    with recording(directory=str(tmp_path)) as recorded:
+        recorded.run.start()
+        groups = {group.id: group for group in known_groups()}
+
+        class Issues(torch.nn.Linear):
+            """What it issues, C++ would wait for."""
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.work = dist.all_reduce(torch.ones(3), async_op=True)
+                pending.stuck(recorded.run, groups)
+                found.append(len(asked))
+                pending.stuck(recorded.run, groups, still_ns=0)
+                found.append(len(asked))
+                return super().forward(x)
+
+        found: list[int] = []
+        model = Issues(2, 2)
+        model(torch.ones(2, 2))
+        pending.stuck(recorded.run, groups, still_ns=0)  # outside any phase it computes, whatever is under way
+        found.append(len(asked))
+        model.work.wait()
+    assert found == [0, 1, 1]
+
+
+def test_a_step_with_collectives_is_no_work_for_the_garbage_collector(alone: None) -> None:
+    import gc
+    import weakref
+
+    with recording() as recorded:
+        model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01)
+
+        def hook(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+            future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return future.then(lambda done: done.value()[0])
+
+        model.register_comm_hook(None, hook)
+        gc.disable()
+        try:
+            with otel_dl.step():
+                model(torch.ones(2, 60)).sum().backward()
+                step = recorded.run.current
+                assert step is not None
+                found = [collective for collective in step.collectives if collective.bucket is not None]
+                assert [collective.opens_bucket for collective in found] == [True] * len(found)
+                reached = gc.get_referents(*[collective.bucket for collective in found])
+            gone = weakref.ref(step)
+            assert found
+            assert not [each for each in reached if type(each) is type(found[0])]
+            del step, found, reached
+            recorded.finish()
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 def test_what_is_too_much_for_a_step_is_counted(alone: None) -> None:

@@ -15,12 +15,13 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from opentelemetry import context as context_api
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -496,18 +497,44 @@ def test_what_a_signal_handler_raises_while_a_modules_attributes_are_looked_at_a
     assert done == 20
 
 
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+def test_a_step_with_collectives_is_an_ordinary_one(in_c: bool, group: None) -> None:
+    steps: list[Any] = []
+    with recording(NeverHead(), native=in_c) as recorded:
+
+        def reduce(number: int) -> None:
+            dist.all_reduce(torch.ones(1))
+            step = recorded.run.current
+            assert step is not None
+            assert len(step.collectives) == 1
+            steps.append(step)
+
+        loop(300, reduce)
+    # Those that took long are ended, and another one is begun.
+    assert len({id(step) for step in steps[150:]}) < 50
+    assert len(steps) == 300
+
+
 @compiled
-def test_steps_that_are_held_for_other_ranks_are_the_same() -> None:
+def test_steps_that_are_held_for_other_ranks_are_the_same(group: None) -> None:
     outcomes: list[Any] = []
     for in_c in (True, False):
         with recording(NeverHead(), native=in_c) as recorded:
             recorded.run.held = held = Held(recorded.run, 2_000)
-            loop(1_500)
+            loop(1_500, lambda number: dist.all_reduce(torch.ones(1)))
             entries = [entry for entry in held._steps if isinstance(entry, tuple)]
             # Ordinary ones that took long are closed, and held as the steps that they are.
             assert len(entries) > 100
-            for number, start, end, dropped, records in entries:
+            for number, start, end, dropped, records, collectives in entries:
                 assert dropped == 0
+                assert [start <= collective.start <= collective.end <= end for collective in collectives] == [True]
                 assert start <= records[0][1] <= records[-1][2] <= end, f"step {number}"
             outcomes.append({tuple(record[0] for record in entry[4]) for entry in entries})
             assert recorded.run.fast.held_in - recorded.run.fast.held_out <= 2_000

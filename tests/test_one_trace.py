@@ -132,6 +132,34 @@ def test_without_a_tcp_store_there_is_a_trace_a_rank_and_one_warning(tmp_path: P
     assert sum(said.count("no TCPStore") for said in found.said) == 2
 
 
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize(
+    ("every", "batches"),
+    [
+        pytest.param(1, 3, id="plain"),
+        pytest.param(2, 6, id="accumulates", marks=pytest.mark.long),
+        pytest.param(2, 5, id="in the middle", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_without_data_takes_part_in_the_others_steps(
+    tmp_path: Path, short: int, every: int, batches: int
+) -> None:
+    found = job(tmp_path, 2, "6", f"uneven={short}:{batches}:{every}")
+    assert validate(found.spans) == []
+    assert sorted(found.steps) == list(range(6))
+    own = batches // every
+    for number, step in found.steps.items():
+        assert {rank: bool(span.parent_id) for rank, span in step.items()} == {0: False, 1: True}
+        joined = [rank for rank, span in sorted(step.items()) if span.attributes.get("dl.joined")]
+        assert joined == ([short] if number >= own else []), f"step {number}"
+        inside: dict[Any, set[Any]] = defaultdict(set)
+        for span in found.spans:
+            if span.trace_id == step[0].trace_id and "dl.collective.seq" in span.attributes:
+                inside[span.attributes["dl.collective.seq"]].add(span.resource["dl.rank"])
+        assert inside
+        assert all(ranks == {0, 1} for ranks in inside.values()), f"step {number}: {dict(inside)}"
+
+
 def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
     found = job(tmp_path, 2, "5", "init=2")
     assert validate(found.spans) == []

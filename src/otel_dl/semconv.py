@@ -166,6 +166,12 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.global_step", int, _on(SpanName.STEP), meaning="the user's own number, from `otel_dl.step(global_step=…)`"
     ),
     Attribute(
+        "dl.joined",
+        bool,
+        _on(SpanName.STEP),
+        meaning="true: the rank has run out of data, and takes part in the others' step (`Join`, `DDP.join`)",
+    ),
+    Attribute(
         "dl.user_spans",
         str,
         _on(SpanName.STEP),

@@ -5,7 +5,9 @@ on only then;
 `prepare=S`: after a collective it takes so long before its first step;
 `store=PATH`: a FileStore; `init=2`: joins twice; `before=N`: trains so many steps before it joins; `die=STEP:RANK`:
 exits with 1 in the first attempt; `fail=STEP:RANK`: an exception that the script catches; `absent=STEP:RANK:S`: the
-process group's limit is S seconds, and that rank does not come to that step's collective in time, which ends the job.
+process group's limit is S seconds, and that rank does not come to that step's collective in time, which ends the job;
+`uneven=RANK:BATCHES:EVERY`: DDP under `Join`, where that rank has only so many batches, and of EVERY batches all but
+the last are under `no_sync`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if not any(argument.startswith("late=") for argument in sys.argv):
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, TensorDataset
 
 steps = int(sys.argv[1])
@@ -73,6 +76,20 @@ def train(count: int, together: bool) -> None:
         optimizer.step()
 
 
+def train_unevenly(short: int, batches: int, every: int) -> None:
+    """Each optimizer step is `every` batches; where its batches end earlier, a rank takes none."""
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    count = batches if rank == short else steps * every
+    with Join([parallel]):
+        for number, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(count, 4)), batch_size=1)):
+            last = number % every == every - 1
+            with contextlib.nullcontext() if last else parallel.no_sync():
+                parallel(x).sum().backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def join() -> None:
     if "store" in options:
         dist.init_process_group("gloo", store=dist.FileStore(options["store"], world), rank=rank, world_size=world)
@@ -92,7 +109,10 @@ if "prepare" in options:
     dist.barrier()
     time.sleep(float(options["prepare"]))
 try:
-    train(steps, together=True)
+    if "uneven" in options:
+        train_unevenly(*map(int, option("uneven")))
+    else:
+        train(steps, together=True)
     dist.barrier()
     dist.destroy_process_group()
 except RuntimeError as error:

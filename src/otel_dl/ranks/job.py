@@ -36,6 +36,8 @@ ANSWER_S: Final = 0.9
 _JUDGING_S: Final = 0.4
 """How long the elected rank looks for who is missing."""
 _LOOK_S: Final = 0.05
+_STILL_SHARE: Final = 0.1
+"""Of the time after which a wait is reported: so long nothing moves until C++ is asked whether it waits."""
 _PUBLISHED_S: Final = 0.6
 """How long the others wait for it, before they elect another one, and how much longer for each rank of the group."""
 _A_RANK_S: Final = 1e-4
@@ -204,6 +206,9 @@ class JobRanks(Ranks):
             return None
         return last[1]
 
+    def recovered(self, group: str) -> None:
+        self._failed.pop(group, None)
+
     def of_this_error(self, error: BaseException) -> Explained | None:
         return getattr(error, "__dict__", {}).get("_otel_dl")
 
@@ -288,14 +293,14 @@ class JobRanks(Ranks):
 
     def _look(self) -> float:
         """Reports a wait that lasts; in how many seconds to look again."""
-        wait = self._wait() or pending.stuck(self._run, self._groups)
+        wait = self._wait() or pending.stuck(self._run, self._groups, self._still_ns())
         if wait is None:
             self._reported = None
             return TICK_S
         former = self._reported
         reports = former[1] if former is not None and _is_same(former[0], wait) else 0
         self._reported = wait, reports
-        dues = _dues(wait, self._run.settings.stall_after)
+        dues = _dues(wait.group, self._run.settings.stall_after)
         waited = (clock() - wait.start) / 1e9
         # Of two that are due at once, the later one says all.
         due = sum(waited >= due for due in dues)
@@ -310,6 +315,13 @@ class JobRanks(Ranks):
                 error_type = f"{_backend(wait.group)}_PEER_LOST"
             self._report(wait, found, error_type)
         return min(TICK_S, max(0.0, dues[due] - waited)) if due < len(dues) else TICK_S
+
+    def _still_ns(self) -> int:
+        """How long nothing has moved when the Flight Recorder is asked what is under way: that takes 40 ms (2,000
+        entries, torch 2.15), which a long `backward` should not cost it each second."""
+        groups, stall_after = list(self._groups.values()), self._run.settings.stall_after
+        first = min((_dues(group, stall_after)[0] for group in groups), default=stall_after)
+        return int(max(pending.STILL_NS, first * _STILL_SHARE * 1e9))
 
     def _report(self, wait: Wait, found: Verdict, error_type: str) -> None:
         self._tell(wait, found, error_type)
@@ -426,9 +438,9 @@ def _is_same(one: Wait, other: Wait) -> bool:
     return one[:3] == other[:3] and abs(one.start - other.start) < 1_000_000
 
 
-def _dues(wait: Wait, stall_after: float) -> list[float]:
-    """The seconds after which a wait is reported: once, and again before its limit."""
-    limit = wait.group.limit_s
+def _dues(group: Group, stall_after: float) -> list[float]:
+    """The seconds after which a wait in `group` is reported: once, and again before its limit."""
+    limit = group.limit_s
     if not limit:
         return [stall_after]
     first, last = min(stall_after, limit / 2), limit - LAST_S

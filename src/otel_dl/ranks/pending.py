@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WAITING: Final = int(Kind.FORWARD | Kind.BACKWARD)
 """Phases in which C++ may wait for what it has issued."""
-_STILL_NS: Final = 1_000_000_000
+STILL_NS: Final = 1_000_000_000
 """Only where nothing has begun or ended for so long is the Flight Recorder asked."""
 
 
@@ -32,7 +32,7 @@ def waiting(run: Run, groups: Mapping[str, Group]) -> Wait | None:
     return None
 
 
-def stuck(run: Run, groups: Mapping[str, Group], still_ns: int = _STILL_NS) -> Wait | None:
+def stuck(run: Run, groups: Mapping[str, Group], still_ns: int = STILL_NS) -> Wait | None:
     """The oldest collective that is under way where this rank has not moved for so long: what it waits for in C++ (in
     `backward`, on DDP's buckets) that it can't be seen to wait for."""
     page = reader.decode(run.status.page)

@@ -89,6 +89,7 @@ typedef struct {
     long long dropped, segment, seen;
     char stepped, settled, plain;
     PyObject *records; /* a list */
+    PyObject *collectives; /* a list */
     PyObject *context;
 } Step;
 
@@ -102,6 +103,7 @@ static PyMemberDef step_members[] = {
     {"settled", T_BOOL, offsetof(Step, settled), 0, NULL},
     {"plain", T_BOOL, offsetof(Step, plain), 0, NULL},
     {"records", T_OBJECT, offsetof(Step, records), 0, NULL},
+    {"collectives", T_OBJECT, offsetof(Step, collectives), 0, NULL},
     {"context", T_OBJECT, offsetof(Step, context), 0, NULL},
     {NULL}};
 
@@ -109,6 +111,7 @@ static int
 step_traverse(Step *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->records);
+    Py_VISIT(self->collectives);
     Py_VISIT(self->context);
     return 0;
 }
@@ -117,6 +120,7 @@ static int
 step_clear(Step *self)
 {
     Py_CLEAR(self->records);
+    Py_CLEAR(self->collectives);
     Py_CLEAR(self->context);
     return 0;
 }
@@ -704,29 +708,42 @@ batch_of(Source *source)
     return batch;
 }
 
+/* Nobody takes what `step` has recorded; -1 with an exception set. */
+static int
+empty(Step *step)
+{
+    if (PyList_SetSlice(step->records, 0, PyList_GET_SIZE(step->records), NULL) < 0)
+        return -1;
+    return PyList_SetSlice(step->collectives, 0, PyList_GET_SIZE(step->collectives), NULL);
+}
+
 /* The records of `step`, which ends, are held for other ranks (`recording/held.py::Held.recycled`), and the step has
  * none; -1 with an exception set. */
 static int
 hold(FastPath *fast, Step *step, long long end)
 {
-    Py_ssize_t count = PyList_GET_SIZE(step->records);
+    Py_ssize_t count = PyList_GET_SIZE(step->records) + PyList_GET_SIZE(step->collectives);
     if (fast->held_in - fast->held_out + count > fast->held_most) {
         fast->not_held++;
-        return PyList_SetSlice(step->records, 0, count, NULL);
+        return empty(step);
     }
-    PyObject *fresh = PyList_New(0);
-    PyObject *held = fresh == NULL ? NULL
-                                   : Py_BuildValue("(LLLLO)", step->number, step->start, end, step->dropped,
-                                                   step->records);
-    PyObject *answer = held == NULL ? NULL : PyObject_CallOneArg(fast->hold, held);
+    PyObject *records = PyList_New(0), *collectives = PyList_New(0), *answer = NULL;
+    PyObject *held = records == NULL || collectives == NULL
+                         ? NULL
+                         : Py_BuildValue("(LLLLOO)", step->number, step->start, end, step->dropped, step->records,
+                                         step->collectives);
+    if (held != NULL)
+        answer = PyObject_CallOneArg(fast->hold, held);
     Py_XDECREF(held);
     if (answer == NULL) {
-        Py_XDECREF(fresh);
+        Py_XDECREF(records);
+        Py_XDECREF(collectives);
         return -1;
     }
     Py_DECREF(answer);
     fast->held_in += count;
-    Py_SETREF(step->records, fresh);
+    Py_SETREF(step->records, records);
+    Py_SETREF(step->collectives, collectives);
     return 0;
 }
 
@@ -745,8 +762,12 @@ again(FastPath *fast, Step *step, long long start)
     Py_DECREF(duration);
     if (failed < 0)
         return -1;
+    if (step->collectives == NULL || !PyList_CheckExact(step->collectives)) {
+        PyErr_SetString(PyExc_TypeError, "Step.collectives: a list");
+        return -1;
+    }
     if (fast->hold == NULL || fast->hold == Py_None)
-        failed = PyList_SetSlice(step->records, 0, PyList_GET_SIZE(step->records), NULL);
+        failed = empty(step);
     else
         failed = hold(fast, step, start);
     step->number++;

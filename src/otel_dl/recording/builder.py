@@ -43,6 +43,8 @@ OUTSIDE_NS: Final = 2_000_000_000
 """How long a collective outside any step waits: an evaluation may take it, and it may end."""
 OF_RUN: Final = 2_000
 """Spans in the run's own trace at most."""
+OF_COLLECTIVES: Final = 1_000
+"""Of these, collectives outside any step take the first so many at most: a script that has no steps has thousands."""
 OF_GROUPS: Final = 1_000
 """So many more where they make or end process groups."""
 
@@ -197,7 +199,7 @@ class Builder:
                 return
             if not exported:
                 continue
-            if self._spans.of_run_so_far < OF_RUN:
+            if self._spans.of_run_so_far < OF_COLLECTIVES:
                 self._sink.offer([self._spans.of_run(collective)])
             else:
                 self._run.dropped["collectives outside steps"] += 1

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from otel_dl.recording.run import Run
-    from otel_dl.recording.status import Status
 
 OUTSIDE: Final = 1_000
 """Collectives outside any step that wait for the builder at most."""
@@ -47,9 +46,9 @@ class How:
 
 
 class Bucket:
-    """A gradient bucket in the hands of a comm hook of the user's."""
+    """A gradient bucket in the hands of a comm hook of the user's. It knows no collective: those know it."""
 
-    __slots__ = ("compute", "first", "index", "inside", "last", "sent")
+    __slots__ = ("compute", "index", "inside", "opened", "sent")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -59,8 +58,8 @@ class Bucket:
         """ns in collectives, since the hook or its callback was entered."""
         self.sent = 0
         """Bytes."""
-        self.first: Collective | None = None
-        self.last: Collective | None = None
+        self.opened = False
+        """Whether anything was issued for it."""
 
 
 class Communicator:
@@ -141,7 +140,7 @@ class Collective:
     """One collective or transfer on this rank. Instants are readings of `clock`."""
 
     __slots__ = ("asynchronous", "bucket", "bucket_index", "communicator", "end", "failure", "how", "issued", "name",
-                 "page_op", "seq", "size", "source", "start", "state", "ticket", "variant", "waited",
+                 "opens_bucket", "page_op", "seq", "size", "source", "start", "state", "ticket", "variant", "waited",
                  "watched")  # fmt: skip
 
     def __init__(
@@ -174,6 +173,8 @@ class Collective:
         """Whether somebody will tell its end: what C++ issues and waits for (functional collectives) nobody does."""
         self.bucket_index = -1
         self.bucket: Bucket | None = None
+        self.opens_bucket = False
+        """Whether it is the first of `bucket`."""
         self.failure: Failure | None = None
 
     def wait(self) -> Wait:
@@ -211,12 +212,10 @@ class Collectives:
         if step is None or step.ended:
             self.leave(collective)
             return
-        collectives: list[Collective] = step.__dict__.setdefault("collectives", [])
-        if len(collectives) < run.settings.step_records:
-            collectives.append(collective)
+        if len(step.collectives) < run.settings.step_records:
+            step.collectives.append(collective)
         else:
             step.dropped += 1
-        step.plain = False  # the next step has a list of its own
 
     def leave(self, collective: Collective) -> None:
         """It belongs to no step."""
@@ -234,15 +233,33 @@ class Collectives:
             collective.how = how
             collective.end = end or clock()
             communicator = collective.communicator
-            communicator.complete = max(communicator.complete, collective.start)
+            if collective.start > communicator.complete:
+                communicator.complete = collective.start
             self.show(collective, COMPLETE)
+
+    def wait(self, collective: Collective) -> None:
+        """Python is about to wait for it, perhaps once more, after a wait whose exception it caught."""
+        if collective.failure is not None:
+            collective.end = 0
+            self.outstanding[id(collective)] = collective
+        if not collective.end:
+            self.show(collective, WAITED_FOR)
+
+    def waited(self, collective: Collective, end: int) -> None:
+        """A wait for it has returned, at `end`: it is complete, whatever an earlier wait has raised."""
+        failure = collective.failure
+        if failure is not None:
+            collective.failure = None
+            self._run.ranks.recovered(collective.communicator.id)
+            step = self._run.current
+            if step is not None and step.error is failure:
+                step.error = None
+        self.complete(collective, How.WAIT, end)
 
     def show(self, collective: Collective, state: int) -> None:
         collective.state = state
-        communicator = collective.communicator
-        status: Status = self._run.status
-        status.collective(
-            state, collective.page_op, collective.seq, collective.size, collective.start, communicator.page
+        self._run.status.collective(
+            state, collective.page_op, collective.seq, collective.size, collective.start, collective.communicator.page
         )
 
     def add(self, communicator: Communicator) -> None:
@@ -298,17 +315,23 @@ class Collectives:
 
     def fail(self, error: BaseException, collective: Collective) -> None:
         """`error` left the call that issued it, or a wait for it. Adds a note where other ranks are the cause, which
-        takes 1 s at most, and marks the step that is open."""
+        takes 1 s at most, and marks the step that is open. A wait that is tried again and fails as before is explained
+        once."""
         self.outstanding.pop(id(collective), None)
-        explained = self._run.ranks.explain(error, collective.wait()) if could_be_of_ranks(error, collective) else None
-        collective.failure = Failure.of(error, explained)
+        former, failure, explained = collective.failure, Failure.of(error), None
+        if former is not None and former.message == failure.message:
+            failure = former
+        elif could_be_of_ranks(error, collective):
+            explained = self._run.ranks.explain(error, collective.wait())
+            failure = Failure.of(error, explained)
+        collective.failure = failure
         if not collective.end:
             collective.end = clock()
             collective.how = How.WAIT
             self.show(collective, COMPLETE)  # nobody waits for it any more
         step = self._run.current
-        if explained is not None and step is not None and step.error is None:
-            step.error = collective.failure
+        if explained is not None and step is not None and (step.error is None or step.error is former):
+            step.error = failure
             step.plain = False
 
     def fail_backward(self, error: BaseException, start: int, wait: Callable[[], Wait | None]) -> None:
@@ -391,7 +414,7 @@ def attributes(collective: Collective) -> dict[str, Any]:
     if collective.bucket_index >= 0:
         found["dl.bucket.index"] = collective.bucket_index
     bucket = collective.bucket
-    if bucket is not None and bucket.first is collective:
+    if bucket is not None and collective.opens_bucket:
         found["dl.hook.compute_ms"] = bucket.compute / 1e6
         found["dl.hook.sent_bytes"] = bucket.sent
     return found

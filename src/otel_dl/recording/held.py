@@ -19,6 +19,7 @@ from otel_dl.recording.records import Step
 from otel_dl.semconv import KeepReason
 
 if TYPE_CHECKING:
+    from otel_dl.recording.collectives import Collective
     from otel_dl.recording.run import Run
 
 HELD_NS: Final = 5_000_000_000
@@ -29,8 +30,9 @@ LEAST_NS: Final = 3_000_000_000
 _REMEMBERED: Final = 16_384
 """Numbers of kept steps, of which nobody has to ask."""
 
-Entry = tuple[int, int, int, int, list[tuple[Any, ...]]] | Step
-"""(number, start, end, records dropped, records) of an ordinary step."""
+Recycled = tuple[int, int, int, int, list[tuple[Any, ...]], "list[Collective]"]
+"""(number, start, end, records dropped, records, collectives) of an ordinary step."""
+Entry = Recycled | Step
 
 WAITS: Final = 1
 """Answer of `keep`: it is open, to come, or just being closed."""
@@ -72,14 +74,15 @@ class Held:
 
     def recycled(self, step: Step, end: int) -> None:
         """`step` ends and its object becomes the next one: what `_native.c::hold` does."""
-        fast, records = self._fast, step.records
-        if fast.held_in - fast.held_out + len(records) > fast.held_most:
+        fast, weight = self._fast, len(step.records) + len(step.collectives)
+        if fast.held_in - fast.held_out + weight > fast.held_most:
             fast.not_held += 1
-            records.clear()
+            step.records.clear()
+            step.collectives.clear()
             return
-        fast.held_in += len(records)
-        self._steps.append((step.number, step.start, end, step.dropped, records))
-        step.records = []
+        fast.held_in += weight
+        self._steps.append((step.number, step.start, end, step.dropped, step.records, step.collectives))
+        step.records, step.collectives = [], []
 
     def closed(self, step: Step, reason: str) -> str:
         """`step` is closed, and this rank would keep it for `reason`; for which it does so now."""
@@ -172,11 +175,12 @@ def _number(entry: Entry) -> int:
 def _weight(entry: Entry) -> int:
     if isinstance(entry, Step):
         return len(entry.records) + len(entry.collectives) + len(entry.user_spans)
-    return len(entry[4])
+    return len(entry[4]) + len(entry[5])
 
 
-def _step(run: Run, entry: tuple[int, int, int, int, list[tuple[Any, ...]]]) -> Step:
-    number, start, end, dropped, records = entry
+def _step(run: Run, entry: Recycled) -> Step:
+    number, start, end, dropped, records, collectives = entry
     step = Step(number, start, True, frozenset(), head=False)
-    step.end, step.dropped, step.records, step.identity = end, dropped, records, run.identity
+    step.end, step.dropped, step.identity = end, dropped, run.identity
+    step.records, step.collectives = records, collectives
     return step

@@ -246,8 +246,7 @@ class Lane(LaneState):
             fresh.dropped, fresh.error = step.dropped, step.error
             fresh.segment, fresh.boundary = step.segment, step.boundary
             fresh.warm = step.warm
-            if step.collectives:
-                fresh.collectives, fresh.plain = step.collectives, False
+            fresh.collectives = step.collectives
             self.step = fresh
 
     def _split(self, step: Step, index: int, start: int) -> None:
@@ -272,7 +271,7 @@ class Lane(LaneState):
         self.step = fresh = self.run.open(start, batch=False, former=self.former)
         fresh.records.extend(tail)
         if later:
-            fresh.collectives, fresh.plain = later, False
+            fresh.collectives = later
         if warm:
             fresh.warm, fresh.plain = True, False
         fresh.boundary = (0, start)
@@ -358,6 +357,7 @@ class Lane(LaneState):
                 run.slow.new.append(start - step.start)
                 if run.held is None:
                     step.records.clear()
+                    step.collectives.clear()
                 else:
                     run.held.recycled(step, start)
                 step.number += 1
@@ -599,6 +599,45 @@ class Lane(LaneState):
         if error is not None and step.error is None and is_failure(error):
             step.error = self._failure(error)
         self._close_step(step, clock())
+
+    # Steps of other ranks, in which this one takes part when it has run out of data.
+
+    def begin_joined(self, goes_on: bool) -> None:
+        """The others, if any has data left, begin another step, or theirs `goes_on`."""
+        step = self.step
+        if not self.bounds or not self.run.active or context.suppressed():
+            return
+        if step is not None and step.explicit and (goes_on or not step.joined):
+            return
+        self.end_joined()
+        step = self.step
+        if step is not None:
+            trained = self._settle_segment(step) == Segment.TRAIN or step.segment > 0
+            if step.done:
+                self._close_step(step, step.ended or step.last(clock()))
+                step = None
+            elif not trained:
+                self._cancel(step)
+                step = None
+        self._close_evaluation()
+        if step is None:
+            self.step = step = self._open(clock(), batch=True)
+        # Else its data ended in the middle of a step.
+        step.joined = step.explicit = True
+        step.settled, step.ended = False, 0
+
+    def end_joined(self, error: BaseException | None = None) -> None:
+        step = self.step
+        if step is not None and step.joined:
+            self.exit_step(step, error)
+
+    def none_joined(self) -> None:
+        """No other has data left: what `begin_joined` began with this question is no step."""
+        step = self.step
+        if step is not None and step.joined and not step.records and len(step.collectives) <= 1:
+            self._cancel(step)
+        else:
+            self.end_joined()
 
     def begin_span(self) -> tuple[int, int] | None:
         """A span that the user names begins: (number of the step, start); None where no step is open."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
+    from otel_dl.recording.collectives import Collective
     from otel_dl.recording.lane import Lane
 
 _native: Any = None
@@ -51,6 +52,7 @@ if TYPE_CHECKING or _native is None:
         plain = False
         """Whether nothing has happened that makes it more than an ordinary step: see `Lane.begin_next`."""
         records: list[tuple[Any, ...]]
+        collectives: list[Collective]
         context: object = None
         """The OpenTelemetry context that was current when it had begun."""
 

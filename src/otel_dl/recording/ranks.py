@@ -84,6 +84,9 @@ class Ranks:
         """
         return None
 
+    def recovered(self, group: str) -> None:
+        """A collective of this group is complete after all, of which a wait had failed."""
+
     def of_this_error(self, error: BaseException) -> Explained | None:
         """What `explain` has said of it, None where it was not asked."""
         return None

@@ -8,7 +8,6 @@ open.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from enum import IntFlag
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -195,9 +194,9 @@ class Step(StepState):
     boundary: tuple[int, int] | None = None
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     global_step: int | None = None
-    collectives: Sequence[Collective] = ()
-    """A list from the first one on, made by `Collectives.issue`."""
     explicit = False
+    joined = False
+    """Whether this rank has run out of data, and takes part in the others' step."""
     requested = False
     warm = False
     """Whether one-time work ran in it."""
@@ -217,6 +216,7 @@ class Step(StepState):
         """The optimizers (by id) that stepped in the step before."""
         self.head = head
         self.records: list[tuple[Any, ...]] = []
+        self.collectives: list[Collective] = []
         self.user_spans: list[ReadableSpan] = []
 
     def last(self, default: int) -> int:

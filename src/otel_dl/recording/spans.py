@@ -141,6 +141,8 @@ class SpanBuilder:
         epoch = next((record.batch[1] for record in records if record.batch is not None), None)
         if epoch is not None:
             attributes["dl.epoch"] = epoch
+        if step.joined:
+            attributes["dl.joined"] = True
         if step.global_step is not None:
             attributes["dl.global_step"] = step.global_step
         if run.foreign_provider and step.span is not None and not step.head:

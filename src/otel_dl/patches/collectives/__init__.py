@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches
-from otel_dl.patches.collectives import ddp, sources, waits
+from otel_dl.patches.collectives import ddp, join, sources, waits
 from otel_dl.patches.collectives.tracker import Tracker
 from otel_dl.recording.collectives import CALL, HOOK
 
@@ -49,3 +49,4 @@ def install(run: Run, patches: Patches) -> None:
     ddp.install_ddp(tracker, c10d)
     ddp.install_comm_hooks(tracker, dist)
     ddp.install_backward(tracker)
+    join.install_join(run, patches)

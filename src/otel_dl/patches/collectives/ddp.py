@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_dl.log import logger
-from otel_dl.patches.collectives.tracker import Tracker
+from otel_dl.patches.collectives.tracker import Thread, Tracker
 from otel_dl.recording.collectives import CALL, Bucket, How
 from otel_dl.recording.records import clock
 
@@ -41,7 +41,7 @@ def install_ddp(tracker: Tracker, c10d: Any) -> None:
 def install_comm_hooks(tracker: Tracker, dist: Any) -> None:
     """What DDP hands a comm hook of the user's to C++ by: the hook that it gets is the user's within ours, and nothing
     else sees ours (torch/nn/parallel/distributed.py::register_comm_hook, 2.4-2.15)."""
-    patches, thread = tracker.patches, tracker.thread
+    patches, threads = tracker.patches, tracker.threads
     original = dist._register_comm_hook
     futures: list[bool] = []
 
@@ -53,28 +53,28 @@ def install_comm_hooks(tracker: Tracker, dist: Any) -> None:
 
         @functools.wraps(hook)
         def within(state: Any, bucket: Any) -> Any:
-            former = thread.bucket
+            ours = None
             try:
-                thread.bucket = Bucket(bucket.index()) if tracker.run.active else None
+                ours = Bucket(bucket.index()) if tracker.run.active else None
             except BaseException as error:
                 patches.fault(error)
-            return _in_bucket(tracker, former, hook, state, bucket)
+            return _in_bucket(threads.own, ours, hook, state, bucket)
 
         return original(reducer, state, within)
 
     patches.replace(dist, "_register_comm_hook", _register_comm_hook)
 
 
-def _in_bucket(tracker: Tracker, former: Bucket | None, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function` in the bucket that the thread is in, and leaves the thread in the `former` one."""
-    thread = tracker.thread
-    bucket = thread.bucket
+def _in_bucket(thread: Thread, bucket: Bucket | None, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function`, which is of `bucket`, in `thread`, the calling one."""
+    former = thread.bucket, thread.sent
     start = clock()
     inside = bucket.inside if bucket is not None else 0
     try:
+        thread.bucket, thread.sent = bucket, None
         return function(*args)
     finally:
-        thread.bucket = former
+        thread.bucket, thread.sent = former
         if bucket is not None:
             bucket.compute += max(0, clock() - start - (bucket.inside - inside))
 
@@ -83,20 +83,19 @@ def _install_then(tracker: Tracker) -> None:
     """Callbacks that a comm hook adds to a future are in its bucket."""
     future: Any = importlib.import_module("torch._C").Future
     original = future.__dict__["then"]
-    thread, patches = tracker.thread, tracker.patches
+    threads, patches = tracker.threads, tracker.patches
 
     def then(self: Any, callback: Any) -> Any:
-        bucket = thread.bucket
+        thread = threads.own
+        bucket, sent = thread.bucket, thread.sent
         if bucket is None or not callable(callback):
             return original(self, callback)
-        last = bucket.last
 
         @functools.wraps(callback)
         def within(done: Any) -> Any:
-            former, thread.bucket = thread.bucket, bucket
-            if last is not None:
-                patches.guard(tracker.run.collectives.complete, last, How.CALLBACK)
-            return _in_bucket(tracker, former, callback, done)
+            if sent is not None:
+                patches.guard(tracker.run.collectives.complete, sent, How.CALLBACK)
+            return _in_bucket(threads.own, bucket, callback, done)
 
         return original(self, within)
 

@@ -17,7 +17,7 @@ _HOOK_ID: Final = 0x07E1D1
 def install_hooks(tracker: Tracker, c10d: Any) -> None:
     patches = tracker.patches
     names = native_c10d().HookOpName
-    numbers = {int(getattr(names, name)): op for name, op in HOOKED.items()}
+    numbers = {getattr(names, name).value: op for name, op in HOOKED.items()}
     hooked: list[weakref.ref[Any]] = []
     on = [True]
 
@@ -28,7 +28,7 @@ def install_hooks(tracker: Tracker, c10d: Any) -> None:
         def before(args: Any) -> None:
             if on:
                 try:
-                    op = numbers.get(int(args.name))
+                    op = numbers.get(args.name.value)
                     if op is not None:
                         tracker.issue(communicator, op, args.input_tensors or args.output_tensors, args.async_op)
                 except BaseException as error:
@@ -37,7 +37,9 @@ def install_hooks(tracker: Tracker, c10d: Any) -> None:
         def after(args: Any) -> None:
             if on:
                 try:
-                    tracker.issued(lambda: args.work)
+                    bucket = tracker.issued()
+                    if bucket is not None:
+                        tracker.watch(bucket, args.work)
                 except BaseException as error:
                     patches.fault(error)
 
@@ -96,8 +98,10 @@ def _method(tracker: Tracker, name: str, original: Any, op: Op, given: int) -> A
             patches.fault(error)
         work = original(self, *args, **kwargs)
         try:
-            collective = tracker.thread.last
-            tracker.issued(lambda: work)
+            collective = tracker.threads.own.last
+            bucket = tracker.issued()
+            if bucket is not None:
+                tracker.watch(bucket, work)
             if collective is not None and collective.asynchronous and work is not None:
                 tracker.works.know(work, collective)
         except BaseException as error:

@@ -11,14 +11,14 @@ import importlib
 import json
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from otel_dl.faults import from_signal_handler
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.collectives.ops import TRANSFERS, Op
 from otel_dl.patches.groups import ask, group_of
-from otel_dl.recording import context
 from otel_dl.recording.collectives import CALL, Bucket, Collective, Communicator, How
+from otel_dl.recording.context import SUPPRESSED, get_current
 from otel_dl.recording.lane import is_failure
 from otel_dl.recording.ranks import Group, Wait
 from otel_dl.recording.records import clock
@@ -28,25 +28,35 @@ if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
 
-class Thread(threading.local):
+class Thread:
     """What a thread is in the middle of."""
 
-    depth = 0
-    """Public functions of c10d that it is in."""
-    waits = False
-    """Whether the innermost waits for what it issues."""
-    issued: list[Collective] | None = None
-    """What the innermost has issued."""
-    op: Op | None = None
-    """The object collective that it is in."""
-    around: Collective | None = None
-    """The span of that one, once it has issued something."""
-    began = 0
-    """When that one was called."""
-    bucket: Bucket | None = None
-    """The gradient bucket whose comm hook it runs."""
-    last: Collective | None = None
-    """What it is just issuing."""
+    __slots__ = ("around", "began", "bucket", "issued", "last", "op", "sent", "waits")
+
+    def __init__(self) -> None:
+        self.issued: list[Collective] | None = None
+        """What the innermost public function of c10d that it is in has issued; None: it is in none."""
+        self.waits = False
+        """Whether that one waits for what it issues."""
+        self.op: Op | None = None
+        """The object collective that it is in."""
+        self.around: Collective | None = None
+        """The span of that one, once it has issued something."""
+        self.began = 0
+        """When that one was called."""
+        self.bucket: Bucket | None = None
+        """The gradient bucket whose comm hook it runs."""
+        self.sent: Collective | None = None
+        """What that hook, or the callback that runs, has issued last."""
+        self.last: Collective | None = None
+        """What it is just issuing."""
+
+
+class Threads(threading.local):
+    """`threads.own`: the calling thread's. (Each attribute of a local costs as much as a call.)"""
+
+    def __init__(self) -> None:
+        self.own = Thread()
 
 
 class Works:
@@ -94,7 +104,7 @@ class Tracker:
         self.run = run
         self.patches = patches
         self.source = source
-        self.thread = Thread()
+        self.threads = Threads()
         self.works = Works(run)
         self.rounds = 0
         """Backward passes so far."""
@@ -138,16 +148,15 @@ class Tracker:
     # What is issued.
 
     def issue(self, communicator: Communicator, op: Op, tensors: Any, asynchronous: bool, root: Any = None) -> None:
-        thread = self.thread
+        thread = self.threads.own
         thread.last = None
-        if not self.run.active or context.suppressed():
+        if not self.run.active or get_current().get(SUPPRESSED):
             return
         start = clock()
         name, variant, place = op
         size = _bytes(tensors) if tensors else 0
         transfer = name in TRANSFERS
         seq = communicator.number(transfer, name == SpanName.MONITORED_BARRIER)
-        collectives = self.run.collectives
         if thread.op is not None:
             around = thread.around
             if around is not None:
@@ -165,11 +174,11 @@ class Tracker:
         bucket = thread.bucket
         if bucket is not None:
             collective.bucket, collective.bucket_index = bucket, bucket.index
+            collective.opens_bucket, bucket.opened = not bucket.opened, True
             bucket.sent += size
-            bucket.first = bucket.first or collective
-            bucket.last = collective
+            thread.sent = collective
         elif (
-            communicator.ddp and not thread.depth and self._backwards and asynchronous
+            communicator.ddp and thread.issued is None and self._backwards and asynchronous
             and name == SpanName.ALL_REDUCE and tensors and _is_gradient(tensors[0])
         ):  # fmt: skip
             # DDP launches its buckets in the order of their indices (torch/csrc/distributed/c10d/reducer.cpp::
@@ -178,7 +187,7 @@ class Tracker:
                 communicator.bucket_round, communicator.buckets = self.rounds, 0
             collective.bucket_index, collective.watched = communicator.buckets, True
             communicator.buckets += 1
-        collectives.issue(collective)
+        self.run.collectives.issue(collective)
         thread.last = collective
         if thread.op is not None:
             thread.around = collective
@@ -187,17 +196,25 @@ class Tracker:
         if self._buckets:
             self.poll()
 
-    def issued(self, work: Callable[[], Any]) -> None:
-        """The call into the backend has come back, with this `Work`, or None where it has waited itself."""
-        collective, self.thread.last = self.thread.last, None
+    def issued(self) -> Collective | None:
+        """The call into the backend has come back. Returns the collective where it is a bucket of DDP's, whose `Work`
+        is wanted: see `watch`."""
+        thread = self.threads.own
+        collective, thread.last = thread.last, None
         if collective is None:
-            return
+            return None
         now = collective.issued = clock()
+        if collective.bucket_index < 0:
+            return None
         bucket = collective.bucket
         if bucket is not None:
             bucket.inside += now - collective.start
-        if collective.bucket_index >= 0 and bucket is None and len(self._buckets) < Works.MOST:
-            self._buckets.append((work(), collective))
+            return None
+        return collective if len(self._buckets) < Works.MOST else None
+
+    def watch(self, bucket: Collective, work: Any) -> None:
+        """`bucket` of DDP's is complete when `work` is; None: it is already."""
+        self._buckets.append((work, bucket))
 
     def poll(self) -> None:
         """Looks which of DDP's buckets are complete."""
@@ -214,36 +231,20 @@ class Tracker:
 
     # What is called.
 
-    def enter(self, waits: bool) -> tuple[bool, list[Collective] | None]:
-        thread = self.thread
-        state = (thread.waits, thread.issued)
-        thread.depth += 1
-        thread.waits, thread.issued = waits, []
-        return state
-
-    def leave(self, state: tuple[bool, list[Collective] | None]) -> list[Collective]:
-        thread = self.thread
-        thread.depth -= 1
-        issued = thread.issued or []
-        thread.waits, thread.issued = state
-        return issued
-
     def returned(self, issued: list[Collective], result: Any) -> None:
         """A public function has returned `result`: what it waited for is complete."""
-        now = 0
+        now = clock()
         for collective in issued:
-            if collective.asynchronous:
-                if result is not None and len(issued) == 1 and hasattr(result, "get_future"):
-                    self.works.know(result, collective)
-                continue
-            now = now or clock()
-            self.waited(collective, collective.issued or now, now)
+            if not collective.asynchronous:
+                self.waited(collective, collective.issued or now, now)
+            elif result is not None and len(issued) == 1 and hasattr(result, "get_future"):
+                self.works.know(result, collective)
 
     def waited(self, collective: Collective, since: int, now: int) -> None:
         collective.waited += now - since
         if collective.bucket is not None:
             collective.bucket.inside += now - since
-        self.run.collectives.complete(collective, How.WAIT, now)
+        self.run.collectives.waited(collective, now)
 
     def raised(self, error: BaseException, issued: list[Collective]) -> None:
         if issued and is_failure(error):
@@ -280,7 +281,15 @@ class Tracker:
 
 def _bytes(tensors: Any) -> int:
     """0 where they are none: torch is about to refuse them."""
-    return ask(lambda: sum(tensor.numel() * tensor.element_size() for tensor in tensors), 0)
+    size = 0
+    try:
+        for tensor in tensors:
+            size += tensor.numel() * tensor.element_size()
+    except Exception as error:
+        if from_signal_handler(error):
+            raise
+        return 0
+    return size
 
 
 def _is_gradient(tensor: Any) -> bool:

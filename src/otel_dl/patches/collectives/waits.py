@@ -10,7 +10,7 @@ from typing import Any
 
 from otel_dl.patches.collectives.ops import OBJECTS, SYNCHRONOUS, Op, op
 from otel_dl.patches.collectives.tracker import Tracker
-from otel_dl.recording.collectives import WAITED_FOR
+from otel_dl.recording.collectives import Collective
 from otel_dl.recording.records import clock
 from otel_dl.semconv import SpanName
 
@@ -42,32 +42,32 @@ def _function(tracker: Tracker, func: Callable[..., Any], position: int, op: Op 
     """`func`, whose argument at `position` is `async_op` (-1: it has none and waits)."""
     from torch.compiler import is_dynamo_compiling
 
-    patches, thread = tracker.patches, tracker.thread
+    patches, threads = tracker.patches, tracker.threads
 
     @functools.wraps(func)
     def called(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return func(*args, **kwargs)
         asynchronous = position >= 0 and (args[position] if position < len(args) else kwargs.get("async_op", False))
+        thread = threads.own
+        issued: list[Collective] = []
+        waits, outer = thread.waits, thread.issued
         try:
-            state = tracker.enter(not asynchronous)
-        except BaseException as error:
-            patches.fault(error)
-            return func(*args, **kwargs)
-        try:
+            thread.waits, thread.issued = not asynchronous, issued
             result = func(*args, **kwargs)
         except BaseException as error:
+            thread.waits, thread.issued = waits, outer
             try:
-                tracker.raised(error, tracker.leave(state))
+                tracker.raised(error, issued)
             except BaseException as fault:
                 patches.fault(fault)
             raise
-        try:
-            issued = tracker.leave(state)
-            if issued:
+        thread.waits, thread.issued = waits, outer
+        if issued:
+            try:
                 tracker.returned(issued, result)
-        except BaseException as error:
-            patches.fault(error)
+            except BaseException as error:
+                patches.fault(error)
         return result
 
     if op is None:
@@ -75,7 +75,10 @@ def _function(tracker: Tracker, func: Callable[..., Any], position: int, op: Op 
 
     @functools.wraps(func)
     def objects(*args: Any, **kwargs: Any) -> Any:
-        if thread.op is not None or is_dynamo_compiling():
+        if is_dynamo_compiling():
+            return func(*args, **kwargs)
+        thread = threads.own
+        if thread.op is not None:
             return func(*args, **kwargs)
         thread.began, thread.around, thread.op = clock(), None, op
         try:
@@ -104,7 +107,7 @@ def install_monitored_barrier(tracker: Tracker, c10d: Any, dist: Any) -> None:
         group = group or c10d._get_default_group()
         if isinstance(group, c10d.ProcessGroup):
             tracker.issue(tracker.communicator(group), kind, (), False)
-            tracker.issued(lambda: None)
+            tracker.issued()
 
     @functools.wraps(original)
     def around(group: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -126,17 +129,20 @@ def install_wait(tracker: Tracker, work_class: Any) -> None:
     """`Work.wait`, as Python calls it. Its first argument and its name are what pybind11 looks at (see `_method`)."""
     from torch.compiler import is_dynamo_compiling
 
-    patches, thread, works = tracker.patches, tracker.thread, tracker.works
+    patches, threads, works = tracker.patches, tracker.threads, tracker.works
     original = work_class.__dict__["wait"]
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if thread.depth or thread.op is not None or is_dynamo_compiling():
+        if is_dynamo_compiling():
+            return original(self, *args, **kwargs)
+        thread = threads.own
+        if thread.issued is not None or thread.op is not None:
             return original(self, *args, **kwargs)
         collective, start = None, 0
         try:
             collective = works.take(self)
-            if collective is not None and not collective.end:
-                tracker.run.collectives.show(collective, WAITED_FOR)
+            if collective is not None:
+                tracker.run.collectives.wait(collective)
             start = clock()
         except BaseException as error:
             patches.fault(error)
