@@ -721,7 +721,7 @@ def test_the_status_page_says_what_is_waited_for(alone: None, tmp_path: Path) ->
         assert page is not None
         assert page.collective is not None
         assert page.collective[:4] == ("issued", "dist.all_reduce", 2, 20)
-        assert "has issued dist.all_reduce 2 of group 0" in report.lines([page])[0]
+        assert "has issued all_reduce 2 of the default group" in report.lines([page])[0]
         work.wait()
 
 
