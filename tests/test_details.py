@@ -34,7 +34,7 @@ class Compiled(Detail):
     warm = True
 
     def attributes(self) -> dict[str, Any]:
-        return {}
+        return {"dl.compile.name": "a function [0/0]", "dl.compile.recompiled": False}
 
 
 def note(recorded: Recorded, detail: Detail) -> None:

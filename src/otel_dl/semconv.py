@@ -128,7 +128,7 @@ _MAKES_GROUPS = _on(SpanName.INIT_PROCESS_GROUP, SpanName.NEW_GROUP)
 _SUMMED = PHASES | {SpanName.STEP, SpanName.EVAL}
 """What sums up the details that became no span: the step, where they ran in no phase."""
 _ON_A_DEVICE = PHASES | CONVOLUTIONS | {SpanName.STEP, SpanName.SYNCHRONIZE, SpanName.DALI_RUN, SpanName.CAPTURE}
-_OF_A_LINE = _on(SpanName.STALL, SpanName.SYNCHRONIZE)
+_OF_A_LINE = _on(SpanName.STALL, SpanName.SYNCHRONIZE, SpanName.COMPILE, SpanName.AUTOTUNE)
 _CAN_BE_STUCK = COLLECTIVES | GROUPS | PHASES | {SpanName.STALL, SpanName.STEP}
 """Phases and the step where the exception that left them is a collective's."""
 
@@ -246,12 +246,21 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.compile.name",
         str,
         _on(SpanName.COMPILE),
-        meaning="the function that was compiled, with the compiler's number of it",
+        built=True,
+        meaning="the function that was compiled, with the compiler's number of it: `Net.forward [0/1]`, and ` backward`"
+        " where it is that one's",
     ),
-    Attribute("dl.compile.recompiled", bool, _on(SpanName.COMPILE), meaning="whether it had been compiled before"),
+    Attribute(
+        "dl.compile.recompiled",
+        bool,
+        _on(SpanName.COMPILE),
+        built=True,
+        meaning="whether it had been compiled before, and no result of that fitted",
+    ),
     Attribute("dl.compile.reason", str, _on(SpanName.COMPILE), meaning="torch's own reason of a recompilation"),
     Attribute("dl.compile.cache", str, _on(SpanName.COMPILE), meaning="of inductor's cache: `hit`, `miss`, `bypass`"),
     Attribute("dl.compile.graph_breaks", int, _on(SpanName.COMPILE), meaning="graph breaks in this function"),
+    Attribute("dl.autotune.configurations", int, _on(SpanName.AUTOTUNE), built=True, meaning="how many were tried"),
     Attribute("dl.loader.id", int, _OF_A_LOADER, meaning="loaders counted in the process"),
     Attribute("dl.batch.index", int, _NEXT_FETCH, meaning="the loader's own batch number in this epoch"),
     Attribute("dl.worker.id", int, _OF_A_WORKER, meaning="the worker; of a batch, the one that read it"),
@@ -374,9 +383,16 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     ),
     Attribute("dl.clock.error_ns", int, _on(_ANY_FIRST), meaning="how far off that may be, either way"),
     Attribute("dl.stall.in", str, _on(SpanName.STALL), built=True, meaning="what has not come back: a span's name"),
-    Attribute("code.file.path", str, _OF_A_LINE, meaning="the user's line that waits"),
-    Attribute("code.line.number", int, _OF_A_LINE, meaning="the user's line that waits"),
-    Attribute("code.function.name", str, _OF_A_LINE, meaning="the user's function that waits"),
+    Attribute(
+        "code.file.path", str, _OF_A_LINE, meaning="the user's line that waits; where what is compiled or tuned stands"
+    ),
+    Attribute(
+        "code.line.number",
+        int,
+        _OF_A_LINE,
+        meaning="the user's line that waits; where what is compiled or tuned stands",
+    ),
+    Attribute("code.function.name", str, _OF_A_LINE, meaning="the function that waits, is compiled or is tuned"),
     Attribute(
         "error.type",
         str,

@@ -126,7 +126,7 @@ class Session:
         installers = {
             "collectives": collectives.install,  # within the phases, to which it says why they failed
             **training.INSTALLERS,
-            "compilation": compilation.install,
+            **compilation.INSTALLERS,
             "dataloader": dataloader,
             "processes": ranks,
             "process groups": process_groups.install,

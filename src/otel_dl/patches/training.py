@@ -128,6 +128,9 @@ def install_forward(run: Run, patches: Patches) -> None:
 
     # Dynamo never traces through a call of a module that it takes for torch's own, as it does ours (see below).
     __call__: Any = in_python if isinstance(outermost, FunctionType) else outermost
+    if not isinstance(outermost, FunctionType) and hasattr(original, "__code__"):
+        # torch.compile of a user's module asks for it, and compiles this (torch/_dynamo/eval_frame.py).
+        __call__.__code__ = original.__code__
     __call__.__qualname__ = "Module.__call__"  # torch's own has another place as well: by this one it is pickled
     patches.replace(module, "__call__", __call__)
 

@@ -17,7 +17,7 @@ from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
 from otel_dl.recording.collectives import OUTSIDE
 from otel_dl.recording.ranks import Stall
-from otel_dl.recording.records import Evaluation, GroupChange, Step, WorkerLife, WorkersStarted, clock
+from otel_dl.recording.records import Evaluation, GroupChange, Record, Step, WorkerLife, WorkersStarted, clock
 from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -254,4 +254,4 @@ class Builder:
 
 def _can_wait(event: Event) -> bool:
     """Whether nobody misses it before the first step has ended."""
-    return event.error is None if isinstance(event, GroupChange) else isinstance(event, WorkersStarted)
+    return event.error is None if isinstance(event, (GroupChange, Record)) else isinstance(event, WorkersStarted)

@@ -172,13 +172,17 @@ class Lane(LaneState):
         else:
             step.dropped += 1
 
-    def note(self, record: tuple[Any, ...], warm: bool) -> None:
-        """Something happened within a phase, or between two: see `details`. Any thread may say so."""
+    def note(self, record: tuple[Any, ...], warm: bool) -> bool:
+        """Something happened within a phase, or between two: see `details`. Any thread may say so.
+
+        Returns whether a step or an evaluation has taken it.
+        """
         step = self.step
         if step is None or step.ended:
-            if self._evaluation is not None and self.bounds:
+            evaluates = self._evaluation is not None and self.bounds
+            if evaluates:
                 self._evaluated([record])
-            return
+            return evaluates
         if len(step.records) < self._capacity:
             step.records.append(record)
         else:
@@ -186,6 +190,7 @@ class Lane(LaneState):
         if warm:
             step.warm = True
             step.plain = False
+        return True
 
     def end_optimizer(self, start: int, optimizer: int) -> None:
         """The step of the optimizer with this id, which began at `start`, ends."""
@@ -420,6 +425,7 @@ class Lane(LaneState):
             self._evaluated(step.records[step.segment :])
             del step.records[step.segment :]
             step.seen = step.segment
+            step.warm = step.warm and has_warm(step.records)
         elif followed == Segment.TRAIN or step.dropped:
             step.segment = len(step.records)
             self._close_evaluation()
@@ -567,6 +573,7 @@ class Lane(LaneState):
         elif EVAL_FORWARD in kinds and not kinds & _TRAINING:
             del step.records[index:]
             self._evaluated(tail)
+            step.warm = step.warm and has_warm(step.records)
 
     def enter_step(self, global_step: int | None) -> Step | None:
         """`otel_dl.step()` begins: it takes over a step that has only batches so far."""

@@ -174,7 +174,8 @@ class GroupChange(NamedTuple):
     """What is known of the failure."""
 
 
-Event = WorkersStarted | WorkerLife | GroupChange | Stall
+Event = WorkersStarted | WorkerLife | GroupChange | Stall | Record
+"""A record is one of one-time work outside any step, or in a thread that bounds none."""
 
 
 class Step(StepState):

@@ -24,7 +24,7 @@ from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
 from otel_dl.recording.ranks import Ranks
-from otel_dl.recording.records import Evaluation, Event, Kind, Step, clock
+from otel_dl.recording.records import Evaluation, Event, Kind, Record, Step, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -332,10 +332,11 @@ class Run:
 
     def note(self, detail: Detail, start: int, end: int, error: Failure | None = None) -> None:
         """`detail` happened between these readings of `clock`, in the thread that trains or one that works for it (the
-        autograd engine's). Outside any step it is evaluation's, or nobody's."""
+        autograd engine's). Outside any step it is evaluation's, or the run's where it is one-time work, or nobody's."""
         lane = self.stepper or self.main
-        if lane is not None:
-            lane.note((detail, start, end, error, None), bool(detail.warm))
+        taken = lane is not None and lane.note((detail, start, end, error, None), bool(detail.warm))
+        if detail.warm and not taken:
+            self.tell(Record(detail, start, end, error, None))
 
     def tell_step(self, words: str) -> int | None:
         """The number of the step that is open, which `words` are about should it fail now; None where none is."""

@@ -217,7 +217,7 @@ class SpanBuilder:
 
     def of_run(self, event: Event | Collective) -> ReadableSpan:
         """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, what makes
-        and ends process groups, or a collective outside any step."""
+        and ends process groups, a collective outside any step, or one-time work in none."""
         if isinstance(event, Stall):
             return self._stall(event)
         self._be(self._run.announce())
@@ -227,6 +227,9 @@ class SpanBuilder:
             return self._collective(event, run, self.of_run_so_far, [], event.issued)
         if isinstance(event, WorkerLife):
             return self._life(event, run, self.of_run_so_far)
+        if isinstance(event, Record):
+            context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+            return self._detail(event, context, run, [])
         if isinstance(event, GroupChange):
             context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
             return self._span(
@@ -304,7 +307,7 @@ class SpanBuilder:
             ordinal += 1
             context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
             if isinstance(record.kind, Detail):
-                spans.append(self._detail(record.kind, record, context, root, around))
+                spans.append(self._detail(record, context, root, around))
                 continue
             while around and record.end > around[-1][0].end:
                 around.pop()
@@ -359,10 +362,11 @@ class SpanBuilder:
         return ordinal
 
     def _detail(
-        self, detail: Detail, record: Record, context: SpanContext, root: SpanContext,
-        around: list[tuple[Record, SpanContext]],
-    ) -> ReadableSpan:  # fmt: skip
+        self, record: Record, context: SpanContext, root: SpanContext, around: list[tuple[Record, SpanContext]]
+    ) -> ReadableSpan:
         """Under the innermost phase that it lies in. Nothing lies in it."""
+        detail = record.kind
+        assert isinstance(detail, Detail)
         parent = next((phase for each, phase in reversed(around) if each.end >= record.end), root)
         attributes = detail.attributes()
         if detail.warm is not None:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, incidents, loading, seen
+from otel_dl.viewing import arrivals, compilations, incidents, loading, seen
 from otel_dl.viewing.arrivals import Arrivals
+from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.incidents import Incidents
 from otel_dl.viewing.loading import Loading
 from otel_dl.viewing.reading import Span, number_of, text_of
@@ -128,6 +129,7 @@ class Summary:
     failed_elsewhere: Mapping[tuple[str, str], int]
     """(span name, error.type) → how many failed spans of otel-dl's beside `train.step` itself and `incidents`."""
     loading: Loading
+    compilations: Compilations
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
@@ -171,6 +173,7 @@ class _Run:
         self._workers: set[tuple[object, ...]] = set()
         self._failed_elsewhere: Counter[tuple[str, str]] = Counter()
         self._loading = loading.Collector()
+        self._compilations = compilations.Collector()
         self._arrivals = arrivals.Collector()
         self._seen = seen.Collector()
         self._incidents = incidents.Collector()
@@ -183,6 +186,7 @@ class _Run:
         self.start_ns = span.start_ns if self.start_ns is None else min(self.start_ns, span.start_ns)
         self._dropped += number_of(span, "otel_dl.dropped")
         self._loading.add(span)
+        self._compilations.add(span)
         self._arrivals.add(span)
         self._seen.add(span)
         is_told = self._incidents.add(span)
@@ -243,6 +247,7 @@ class _Run:
                 {step.span_id: step.duration_ns for step in _even(steps)},
                 times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,
             ),
+            compilations=self._compilations.result(),
             user_spans=self.user_spans,
             dropped=self._dropped,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing import incident_text, outstanding
+from otel_dl.viewing import compilation_text, incident_text, outstanding
 from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
@@ -72,6 +72,7 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
             f"{_distribution(fetches.times)} ({batches} batch{plural(batches, 'es')} by {by})",
         )
     yield from _loading_rows(summary.loading, len(summary.ranks) > 1)
+    yield from compilation_text.rows(summary.compilations)
     if summary.evaluation.stretches:
         stretches = summary.evaluation.stretches
         yield (

@@ -9,22 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import wrapt
 
 from otel_dl.log import logger
-from otel_dl.patches._patching import Patches
-
-if TYPE_CHECKING:
-    from otel_dl.recording.run import Run
-
+from otel_dl.patches import __name__ as WRAPPERS
 
 _PACKAGE: Final = __name__.partition(".")[0]
-_WRAPPERS: Final = __name__.rpartition(".")[0]
 
 
-def install(run: Run, patches: Patches) -> None:
+def install() -> None:
     """Once torch's compiler is imported. Nothing is patched, so nothing is to be put back."""
     wrapt.register_post_import_hook(_leave_alone, "torch._dynamo.eval_frame")
 
@@ -42,7 +37,7 @@ def _skip(eval_frame: Any) -> None:
         if name == _PACKAGE or name.startswith(f"{_PACKAGE}."):
             # A wrapper calls what torch.compile would look at without it. It can still be traced through, for that is
             # another way: only a frame of its own is never compiled.
-            skip = eval_frame.skip_code if name.startswith(_WRAPPERS) else _skip_with_callees(eval_frame)
+            skip = eval_frame.skip_code if name.startswith(WRAPPERS) else _skip_with_callees(eval_frame)
             for code in _codes(module, module):
                 skip(code)
 
