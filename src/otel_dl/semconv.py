@@ -207,6 +207,12 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.warmup.source", str, CONVOLUTIONS, meaning="of a warm-up: `predicted` (the key is new) or `observed`"
     ),
     Attribute(
+        "dl.conv.shared",
+        bool,
+        CONVOLUTIONS,
+        meaning="true: its time is that of both backward directions, which are one call of torch",
+    ),
+    Attribute(
         "dl.conv.summed", int, _SUMMED, meaning="convolutions that found their plan and became no span of their own"
     ),
     Attribute("dl.conv.summed_ms", float, _SUMMED, meaning="how long the host spent in them"),

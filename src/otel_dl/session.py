@@ -17,7 +17,7 @@ from otel_dl.export.provider import Connection, connect
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
-from otel_dl.patches import collectives, compilation, process_groups, processes, training
+from otel_dl.patches import collectives, compilation, cudnn, process_groups, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
@@ -127,6 +127,7 @@ class Session:
             "collectives": collectives.install,  # within the phases, to which it says why they failed
             **training.INSTALLERS,
             **compilation.INSTALLERS,
+            "convolutions": cudnn.install,
             "dataloader": dataloader,
             "processes": ranks,
             "process groups": process_groups.install,

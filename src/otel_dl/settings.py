@@ -156,6 +156,12 @@ class Settings:
         _integer(1, 100_000),
         "ranks that share a trace a step; with more it is one trace a rank",
     )
+    conv_spans: int = _setting(
+        64,
+        "OTEL_DL_CONV_SPANS",
+        _integer(0, 10_000),
+        "convolutions that found cuDNN's plan and become spans, of a step that the sampler keeps; the rest are summed",
+    )
     native: bool = _setting(
         True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"
     )

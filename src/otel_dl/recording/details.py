@@ -26,6 +26,9 @@ class Detail:
     """Whether it is one-time work, in which case its phases and its step are warm-up as well; None: it does not say."""
     summed: bool = False
     """Whether it becomes no span, and is summed up on the phase it ran in."""
+    count: int = 1
+    spent: int | None = None
+    """Of one that is summed and stands for several: how many, and how long they were in all (ns)."""
 
     def attributes(self) -> dict[str, Any]:
         """The span's, without `is_warmup`. Called by the builder's thread."""
@@ -63,8 +66,8 @@ def settle(records: Iterable[Record]) -> Settled:
             continue
         of_phase = sums.setdefault(id(within[-1]) if within else 0, {})
         total = of_phase.setdefault(detail.family, [0, 0])
-        total[0] += 1
-        total[1] += record.end - record.start
+        total[0] += detail.count
+        total[1] += record.end - record.start if detail.spent is None else detail.spent
     return Settled(spans, frozenset(warm), {phase: _said(totals) for phase, totals in sums.items()})
 
 

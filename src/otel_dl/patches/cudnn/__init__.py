@@ -1,0 +1,99 @@
+"""cuDNN's autotuning: `torch.conv1d` … `torch.conv_transpose3d`, which `torch.nn.functional` and the modules call.
+
+An object stands in the place of each. It is equal to torch's function and has its hash, is pickled by its name, is what
+`__torch_function__` is handed, and is torch's function to `torch.jit.script` (torch/jit/_builtins.py) and, traced
+through, to dynamo. Not seen, for they don't pass by Python: convolutions in code that was scripted or compiled, in C++
+(double backward), and `torch.ops.aten.convolution`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from otel_dl.patches.cudnn.calls import OPERATIONS, Device, Operation
+from otel_dl.patches.cudnn.watch import Watch
+
+if TYPE_CHECKING:
+    from otel_dl.patches._patching import Patches
+    from otel_dl.recording.run import Run
+
+_functions: dict[Operation, Function] = {}
+"""Made once a process: who has taken one from torch keeps it, and torch.jit knows it by its id."""
+
+
+def install(run: Run, patches: Patches, device: Device | None = None) -> None:
+    """`device` is where cuDNN runs, CUDA."""
+    import torch
+    from torch.jit._builtins import _register_builtin
+
+    if os.environ.get("TORCH_CUDNN_V8_API_DISABLED") == "1":
+        return  # the cache before it has other keys
+    watch = Watch(run, patches, device or Device())
+    namespaces: tuple[Any, ...] = (torch, torch.nn.functional)
+    for operation in OPERATIONS:
+        function = _functions.get(operation)
+        if function is None:
+            function = _functions[operation] = Function(operation, getattr(torch, operation.name))
+        # torch.jit makes its table of what it finds in torch when it is first asked for.
+        for each in (function.original, function):
+            _register_builtin(each, f"aten::{operation.name}")
+        function.watch = watch
+        for namespace in namespaces:
+            if namespace.__dict__.get(operation.name) == function.original:
+                patches.replace(namespace, operation.name, function)
+
+    def restored(after_fault: bool) -> None:
+        for function in _functions.values():
+            if function.watch is watch:
+                function.watch = None
+
+    patches.when_restored(restored)
+
+
+class Function:
+    """One of torch's, followed while cuDNN's benchmark is on."""
+
+    def __init__(self, operation: Operation, original: Callable[..., Any]) -> None:
+        import torch
+        from torch.compiler import is_dynamo_compiling
+        from torch.overrides import handle_torch_function, has_torch_function
+
+        self.__name__ = operation.name
+        self.__module__ = "torch"
+        self.__doc__ = original.__doc__
+        self.operation = operation
+        self.original = original
+        self.watch: Watch | None = None
+        self._benchmark: Callable[[], bool] = torch._C._get_cudnn_benchmark
+        self._overridden: Callable[[tuple[Any, ...]], bool] = has_torch_function
+        self._handle: Callable[..., Any] = handle_torch_function
+        self._compiling: Callable[[], bool] = is_dynamo_compiling
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        watch = self.watch
+        if self._compiling() or watch is None:
+            return self.original(*args, **kwargs)
+        if self._overridden(args) or (kwargs and self._overridden((*kwargs.values(),))):
+            # Whoever overrides it knows it by the name under which it is found in torch: this one.
+            return self._handle(self, (*args, *kwargs.values()), *args, **kwargs)
+        if self._benchmark() or watch.on:
+            return watch.call(self.operation, self.original, args, kwargs)
+        return self.original(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.original
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    def __repr__(self) -> str:
+        return repr(self.original)
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        import torch
+
+        if torch.__dict__.get(self.operation.name) is self:
+            return self.operation.name
+        return self.original.__reduce_ex__(protocol)
