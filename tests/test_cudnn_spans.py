@@ -288,8 +288,8 @@ class TestFunctions:
                 torch.func.grad(lambda w: F.conv2d(torch.randn(1, 3, 8, 8), w).sum())(weight)
                 with FakeTensorMode():
                     F.conv2d(torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3))
-            assert told(recorded) == [[]]
             assert type(torch.conv2d).__module__.startswith("otel_dl"), "no fault took the patch out"
+            assert told(recorded) == [[]]
 
 
 class TestKeysOfThreads:

@@ -103,6 +103,37 @@ class TestCompiling:
         for rows in (4, 4, 5, 6):
             compiled(torch.randn(rows, 6)).sum().backward()
 
+    def module_of_the_users(self) -> None:
+        class Users(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = network()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layers(x)
+
+        compiled: Any = torch.compile(Users(), backend="eager")
+        for _ in range(2):
+            compiled(torch.randn(4, 6)).sum().backward()
+
+    def convolutions(self) -> None:
+        """By modules and by functions, in training and with a batch of another size."""
+
+        class Users(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3), nn.Flatten(2))
+                self.weight = nn.Parameter(torch.randn(4, 3, 3))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return F.conv1d(self.layers(x), self.weight) + torch.conv1d(self.layers(x), self.weight)
+
+        for benchmark in (False, True):
+            with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+                compiled: Any = torch.compile(Users(), backend="aot_eager")
+                for rows in (4, 4, 5):
+                    compiled(torch.randn(rows, 3, 6, 6)).sum().backward()
+
     def submodules_one_by_one(self) -> None:
         model = network()
         for layer in model:
@@ -164,6 +195,8 @@ class TestCompiling:
 
     SCRIPTS = (
         model,
+        module_of_the_users,
+        convolutions,
         submodules_one_by_one,
         whole_step,
         optimizer_step,
@@ -297,6 +330,8 @@ class TestCopying:
             "torch.optim.SGD.step",
             "torch.nn.Module.__call__",
             "torch.utils.data._utils.worker._worker_loop",
+            "torch.conv2d",
+            "torch.nn.functional.conv_transpose3d",
         ],
     )
     def test_patched_functions_are_still_pickled_by_their_name(self, function: str) -> None:
