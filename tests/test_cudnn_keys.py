@@ -163,14 +163,16 @@ class TestAutocast:
     def test_the_output_that_torch_makes_has_the_dtype(self) -> None:
         x, w = cuda(2, 3, 8, 8), cuda(4, 3, 3, 3, dtype=torch.float16)
         with torch.autocast("cuda", dtype=torch.float16):
-            flags = calls.Device().flags()
+            flags = Flags(*calls.Device().flags())
             if flags.cast is None:
                 pytest.skip("this torch has no autocast for CUDA without a driver")
             assert f"torch.{called('conv2d', x, w, flags=flags).dtype}" == str(F.conv2d(x, w).dtype)
 
     def test_double_stays(self) -> None:
         double = {"dtype": torch.float64}
-        under = key("conv2d", cuda(2, 3, 8, 8, **double), cuda(4, 3, 3, 3, **double), flags=FLAGS._replace(cast=torch.half))
+        under = key(
+            "conv2d", cuda(2, 3, 8, 8, **double), cuda(4, 3, 3, 3, **double), flags=FLAGS._replace(cast=torch.half)
+        )
         assert under.dtype == "float64"
 
 
@@ -187,21 +189,33 @@ class TestAlignment:
         return {each.operation: each.aligned for each in both.values()}
 
     def test_of_each_operand(self) -> None:
-        x, w, grad = Operand((2, 3, 8, 8), (192, 64, 8, 1), 4), Operand((4, 3, 3, 3), (27, 9, 3, 1), 8), Operand(
-            (2, 4, 6, 6), (144, 36, 6, 1), 2
+        x, w, grad = (
+            Operand((2, 3, 8, 8), (192, 64, 8, 1), 4),
+            Operand((4, 3, 3, 3), (27, 9, 3, 1), 8),
+            Operand((2, 4, 6, 6), (144, 36, 6, 1), 2),
         )
         assert self.keys_of(x, w, grad) == {"forward": (4, 8, 32), "data": (32, 8, 2), "filter": (4, 32, 2)}
 
     def test_what_is_copied_is_aligned_anew(self) -> None:
-        x, w, grad = Operand((2, 3, 8, 8), (192, 64, 1, 8), 4), Operand((4, 3, 3, 3), (27, 9, 1, 3), 8), Operand(
-            (2, 4, 6, 6), (0, 0, 0, 0), 2
+        x, w, grad = (
+            Operand((2, 3, 8, 8), (192, 64, 1, 8), 4),
+            Operand((4, 3, 3, 3), (27, 9, 1, 3), 8),
+            Operand((2, 4, 6, 6), (0, 0, 0, 0), 2),
         )
         assert set(self.keys_of(x, w, grad).values()) == {(32, 32, 32)}
 
 
 def _layouts() -> list[Any]:
     cases: list[Any] = []
-    for sizes in ((2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (1, 1, 1, 1), (2, 3, 4, 5, 6), (2, 1, 1, 5, 1)):
+    for sizes in (
+        (2, 3, 4, 5),
+        (1, 3, 4, 5),
+        (2, 1, 4, 5),
+        (2, 3, 1, 1),
+        (1, 1, 1, 1),
+        (2, 3, 4, 5, 6),
+        (2, 1, 1, 5, 1),
+    ):
         plain = torch.empty(sizes)
         last: Any = torch.channels_last if len(sizes) == 4 else torch.channels_last_3d
         cases += [plain, plain.to(memory_format=last), plain.transpose(1, 2), plain.transpose(0, 1), plain[..., ::2]]
@@ -210,7 +224,7 @@ def _layouts() -> list[Any]:
 
 
 def test_layouts_are_those_that_torch_suggests() -> None:
-    """Upsampling lays out what it makes as `suggest_memory_format` says (aten/src/ATen/native/UpSampleNearest2d.cpp)."""
+    """Upsampling lays out what it makes as `suggest_memory_format` says (ATen/native/UpSampleNearest2d.cpp)."""
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         for tensor in _layouts():
             if 0 in tensor.shape:
@@ -230,7 +244,12 @@ class TestBackend:
         arguments = calls.arguments_of(operation, args, kwargs)
         assert arguments is not None
         call = calls.read(operation, arguments, FLAGS._replace(cast=cast))
-        return call is not None and calls.Device().uses_cudnn(operation, arguments, call)
+        try:
+            return call is not None and calls.Device().uses_cudnn(operation, arguments, call)
+        except RuntimeError as error:
+            if "driver" not in str(error):
+                raise
+            pytest.skip("this torch asks the driver")
 
     pytestmark = pytest.mark.skipif(not torch.backends.cudnn.is_available(), reason="torch was built without cuDNN")
 

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, compilations, incidents, loading, seen
+from otel_dl.viewing import arrivals, compilations, incidents, loading, seen, warmup
 from otel_dl.viewing.arrivals import Arrivals
 from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.incidents import Incidents
 from otel_dl.viewing.loading import Loading
 from otel_dl.viewing.reading import Span, number_of, text_of
 from otel_dl.viewing.seen import Process, Ranks
+from otel_dl.viewing.warmup import Warmup
 
 PARTS: Mapping[str, str] = {
     SpanName.NEXT: "data wait",
@@ -130,6 +131,8 @@ class Summary:
     """(span name, error.type) → how many failed spans of otel-dl's beside `train.step` itself and `incidents`."""
     loading: Loading
     compilations: Compilations
+    warmup: Warmup | None
+    """One-time work; None where there was none."""
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
@@ -177,6 +180,7 @@ class _Run:
         self._arrivals = arrivals.Collector()
         self._seen = seen.Collector()
         self._incidents = incidents.Collector()
+        self._warmup = warmup.Collector()
         self._evaluations = self._evaluation_ns = self._dropped = 0
 
     def add(self, span: Span) -> None:
@@ -189,6 +193,7 @@ class _Run:
         self._compilations.add(span)
         self._arrivals.add(span)
         self._seen.add(span)
+        self._warmup.add(span)
         is_told = self._incidents.add(span)
         if span.name == SpanName.STEP:
             self._steps.append(_step(span))
@@ -248,6 +253,7 @@ class _Run:
                 times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,
             ),
             compilations=self._compilations.result(),
+            warmup=self._warmup.result(),
             user_spans=self.user_spans,
             dropped=self._dropped,
         )

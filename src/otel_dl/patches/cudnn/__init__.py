@@ -9,9 +9,11 @@ through, to dynamo. Not seen, for they don't pass by Python: convolutions in cod
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from otel_dl.log import logger
 from otel_dl.patches.cudnn.calls import OPERATIONS, Device, Operation
 from otel_dl.patches.cudnn.watch import Watch
 
@@ -26,10 +28,15 @@ _functions: dict[Operation, Function] = {}
 def install(run: Run, patches: Patches, device: Device | None = None) -> None:
     """`device` is where cuDNN runs, CUDA."""
     import torch
-    from torch.jit._builtins import _register_builtin
+    from torch.jit import _builtins
 
     if os.environ.get("TORCH_CUDNN_V8_API_DISABLED") == "1":
         return  # the cache before it has other keys
+    if getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0):
+        # What was compiled is guarded by which object stands there (torch/_dynamo/guards.py), and would be again.
+        logger.info("otel-dl: convolutions are not followed, as code was compiled before otel_dl.instrument().")
+        return
+    register: Callable[[object, str], None] = vars(_builtins)["_register_builtin"]
     watch = Watch(run, patches, device or Device())
     namespaces: tuple[Any, ...] = (torch, torch.nn.functional)
     for operation in OPERATIONS:
@@ -38,7 +45,7 @@ def install(run: Run, patches: Patches, device: Device | None = None) -> None:
             function = _functions[operation] = Function(operation, getattr(torch, operation.name))
         # torch.jit makes its table of what it finds in torch when it is first asked for.
         for each in (function.original, function):
-            _register_builtin(each, f"aten::{operation.name}")
+            register(each, f"aten::{operation.name}")
         function.watch = watch
         for namespace in namespaces:
             if namespace.__dict__.get(operation.name) == function.original:
@@ -66,14 +73,16 @@ class Function:
         self.operation = operation
         self.original = original
         self.watch: Watch | None = None
-        self._benchmark: Callable[[], bool] = torch._C._get_cudnn_benchmark
+        self._benchmark: Callable[[], bool] = vars(torch)["_C"]._get_cudnn_benchmark
         self._overridden: Callable[[tuple[Any, ...]], bool] = has_torch_function
         self._handle: Callable[..., Any] = handle_torch_function
         self._compiling: Callable[[], bool] = is_dynamo_compiling
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._compiling():
+            return self.original(*args, **kwargs)
         watch = self.watch
-        if self._compiling() or watch is None:
+        if watch is None:
             return self.original(*args, **kwargs)
         if self._overridden(args) or (kwargs and self._overridden((*kwargs.values(),))):
             # Whoever overrides it knows it by the name under which it is found in torch: this one.

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from otel_dl.patches.cudnn.keys import FRESH, Call, Operand, Sizes, alignment, padded
 
 _DTYPES: Final = ("float16", "bfloat16", "float32", "float64")
-"""Those that cuDNN computes in (aten/src/ATen/cudnn/Descriptors.cpp::getCudnnDataType); complex ones are torch's work."""
+"""Those that cuDNN computes in (ATen/cudnn/Descriptors.cpp::getCudnnDataType); complex ones are torch's work."""
 
 _PARAMETERS: Final = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED: Final = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -54,7 +54,9 @@ class Device:
     def __init__(self) -> None:
         import torch
 
-        _C: Any = torch._C
+        _C: Any = vars(torch)["_C"]
+        self.benchmark: Callable[[], bool] = _C._get_cudnn_benchmark
+        self._any_autocast: Callable[[], bool] = _C._is_any_autocast_enabled
         self._autocast: Callable[[str], bool] = torch.is_autocast_enabled
         self._autocast_dtype: Callable[[str], Any] = torch.get_autocast_dtype
         self._enabled: Callable[[], bool] = _C._get_cudnn_enabled
@@ -69,13 +71,13 @@ class Device:
     def has(self, tensor: Any) -> bool:
         return tensor.is_cuda
 
-    def flags(self) -> Flags:
-        # aten/src/ATen/native/Convolution.cpp::convolution
-        return Flags(
+    def flags(self) -> tuple[Any, ...]:
+        """The `Flags`, as a tuple that is made in less time (aten/src/ATen/native/Convolution.cpp::convolution)."""
+        return (
             self._enabled(),
             self._deterministic() or self._algorithms(),
             self._tf32(),
-            self._autocast_dtype(self.name) if self._autocast(self.name) else None,
+            self._autocast_dtype(self.name) if self._any_autocast() and self._autocast(self.name) else None,
         )
 
     def uses_cudnn(self, operation: Operation, arguments: Mapping[str, Any], call: Call) -> bool:
@@ -99,7 +101,7 @@ class Device:
     def _selects_cudnn(self, operation: Operation, x: Any, w: Any, bias: Any, call: Call) -> bool:
         import torch
 
-        _C: Any = torch._C
+        _C: Any = vars(torch)["_C"]
         if x.dim() == operation.dimensions + 1:
             x = x.unsqueeze(0)
         backend = _C._select_conv_backend(
@@ -112,7 +114,7 @@ class Device:
 def arguments_of(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """By name; None for those that torch refuses."""
     names = _TRANSPOSED if operation.transposed else _PARAMETERS
-    given = dict(zip(names, args, strict=False))
+    given: dict[str, Any] = dict(zip(names, args, strict=False))
     if len(args) > len(names) or given.keys() & kwargs.keys():
         return None
     given |= kwargs

@@ -11,8 +11,8 @@ after 2.15; the parts that are modelled are the same in all). Pure: no torch in 
   functions of torch find each other's plans.
 - The cache is thread-local and never cleared.
 
-Not modelled: a plan that is found but runs out of memory is tuned again; main after 2.15 has a second cache for forwards
-with a bias.
+Not modelled: a plan that is found but runs out of memory is tuned again; main after 2.15 has a second cache for
+forwards with a bias.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def _operand_2d(operand: Operand) -> Operand:
 
 
 def padded(operand: Operand, more: Sequence[int]) -> Operand:
-    """`operand` once `constant_pad_nd` has added so much at the end of each spatial dimension: a new tensor, laid out as
-    it suggests."""
+    """`operand` once `constant_pad_nd` has added so much at the end of each spatial dimension: a new tensor, laid out
+    as it suggests."""
     n, c, *spatial = operand.sizes
     sizes = (n, c, *(size + add for size, add in zip(spatial, more, strict=True)))
     return Operand(sizes, _dense(sizes, suggests_channels_last(operand.sizes, operand.strides)))

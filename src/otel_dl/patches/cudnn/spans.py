@@ -52,6 +52,10 @@ class Sum(Detail):
         self.count = 0
         self.spent = 0
 
+    def add(self, duration: int) -> None:
+        self.count += 1
+        self.spent = (self.spent or 0) + duration
+
     def attributes(self) -> dict[str, Any]:
         return {}
 
@@ -90,5 +94,4 @@ class Steps:
         if self._sum is None or phase != self._phase:
             self._sum, self._phase = Sum(), phase
             self._run.note(self._sum, start, end)
-        self._sum.count += 1
-        self._sum.spent += end - start
+        self._sum.add(end - start)

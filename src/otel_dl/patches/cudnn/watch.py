@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.patches.cudnn import keys
-from otel_dl.patches.cudnn.calls import Device, Operation, arguments_of, operand_of, read
+from otel_dl.patches.cudnn.calls import Device, Flags, Operation, arguments_of, operand_of, read
 from otel_dl.patches.cudnn.keys import FORWARD, Call, Key, Operand, Plans
 from otel_dl.patches.cudnn.spans import Convolution, Steps
 from otel_dl.recording.failure import Failure
@@ -29,6 +29,9 @@ _KNOWN: Final = 10_000
 _MODULES: Final = 4_096
 """Weights of which it is remembered what they were last used with."""
 _NODE: Final = "ConvolutionBackward0"
+
+
+kind_of: Final[Callable[[Any], type[Any]]] = type
 
 
 class Form:
@@ -84,10 +87,10 @@ class Watch:
         self._thread = _Thread(keys.limit(os.environ))
         self._last: dict[int, Form] = {}
         """By id of the weight."""
-        self._benchmark: Callable[[], bool] = torch._C._get_cudnn_benchmark
+        self._benchmark = device.benchmark
         self._parameter = torch.nn.Parameter
-        self._dispatch: Any = torch.Tensor.__torch_dispatch__
-        self._plain: dict[type, bool] = {torch.Tensor: True, torch.nn.Parameter: True}
+        self._dispatch: Any = getattr(torch.Tensor, "__torch_dispatch__", None)
+        self._plain: dict[type[Any], bool] = {torch.Tensor: True, torch.nn.Parameter: True}
         self.on = False
         """Whether benchmark was on at any convolution by cuDNN so far."""
 
@@ -167,14 +170,19 @@ class Watch:
             x, w = args[0] if args else kwargs["input"], kwargs["weight"]
         else:
             return None
-        if not (self._is_plain(type(x)) and self._is_plain(type(w)) and self._device.has(x) and self._device.has(w)):
+        plain, device = self._plain, self._device
+        of_x, of_w = kind_of(x), kind_of(w)
+        if not ((plain.get(of_x) or self._is_plain(of_x)) and device.has(x)):
             return None
-        flags = self._device.flags()
+        if not ((plain.get(of_w) or self._is_plain(of_w)) and device.has(w)):
+            return None
+        flags = device.flags()
         try:
             rest = (*args[3:], *kwargs.values()) if kwargs else args[3:]
             like = (
-                operation, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 31, w.shape, w.stride(), w.dtype,
-                w.data_ptr() & 31, (*kwargs,) if kwargs else None, rest, flags, x.requires_grad, w.requires_grad,
+                operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 31, w.shape, w.stride(), w.dtype,
+                w.data_ptr() & 31, (*kwargs,) if kwargs else None, rest, flags, x.requires_grad,
+                w.requires_grad,
             )  # fmt: skip
         except RuntimeError:
             return None  # functorch's: what runs has other sizes
@@ -194,14 +202,14 @@ class Watch:
         if arguments is None:
             return Form(operation, None, "")
         try:
-            call = read(operation, arguments, flags)
+            call = read(operation, arguments, Flags(*flags))
             if call is not None and not self._device.uses_cudnn(operation, arguments, call):
                 call = None
             return Form(operation, call, str(arguments["input"].device))
         except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
             return Form(operation, None, "")  # torch refuses it as well, and says why
 
-    def _is_plain(self, kind: type) -> bool:
+    def _is_plain(self, kind: type[Any]) -> bool:
         """Whether what is done with such a tensor is done by torch's own kernels: fake ones have no data, distributed
         ones another size."""
         plain = self._plain.get(kind)
@@ -243,7 +251,7 @@ class Watch:
         self._patches.fault(error)
 
     def operand(self, tensor: Any) -> Operand | None:
-        return operand_of(tensor) if tensor is not None and self._is_plain(type(tensor)) else None
+        return operand_of(tensor) if tensor is not None and self._is_plain(kind_of(tensor)) else None
 
 
 class Backward:
