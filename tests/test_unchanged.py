@@ -396,13 +396,78 @@ def _subclass(model: nn.Module) -> list[str]:
     return Counting.seen
 
 
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Unflatten(-1, (1, 6)), nn.Conv1d(1, 2, 3), nn.ConvTranspose1d(2, 1, 3), nn.Flatten(-2), nn.Linear(6, 3)
+    )
+
+
+@pytest.mark.parametrize("make", [network, convolutions], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("benchmark", [False, True], ids=["", "benchmark"])
 @pytest.mark.parametrize(
     "use", [_script, _trace, _symbolic_trace, _export, _grad, _vmap, _subclass], ids=lambda use: use.__name__[1:]
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_torch_makes_of_a_model_is_the_same(use: Callable[[nn.Module], Any]) -> None:
+def test_what_torch_makes_of_a_model_is_the_same(
+    use: Callable[[nn.Module], Any], benchmark: bool, make: Callable[[], nn.Module]
+) -> None:
+    torch.compiler.reset()
     seed()
-    model = network().eval()
-    without = use(model)
-    with recording():
-        assert use(model) == without
+    model = make().eval()
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+        without = use(model)
+        torch.compiler.reset()
+        with recording():
+            assert use(model) == without
+
+
+SCRIPTED = """
+import copy, pickle, torch, warnings
+warnings.simplefilter("ignore")
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.functional import conv2d as taken_before
+import otel_dl
+otel_dl.instrument()
+from torch.nn.functional import conv2d as taken_after
+
+class Users(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ConvTranspose2d(3, 3, 3))
+        self.weight = nn.Parameter(torch.randn(3, 3, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.conv2d(self.layers(x), self.weight) + torch.conv2d(x, self.weight)
+        return taken_before(x, self.weight) + taken_after(x, self.weight)
+
+def same() -> None:
+    model, x = Users(), torch.randn(2, 3, 8, 8)
+    assert torch.equal(torch.jit.script(model)(x), model(x))
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+    assert torch.equal(copy.deepcopy(model)(x), pickle.loads(pickle.dumps(model))(x))
+    for function in (F.conv2d, torch.conv2d, taken_before, taken_after):
+        assert F.conv2d == function and function == F.conv2d and hash(function) == hash(F.conv2d)
+        assert {function: 1}[F.conv2d] == {F.conv2d: 1}[function] == 1
+        assert pickle.loads(pickle.dumps(function)) == function and copy.deepcopy(function) == function
+        assert repr(function) == repr(taken_before)
+    assert F.conv2d is torch.conv2d
+
+assert type(F.conv2d).__module__.startswith("otel_dl")
+same()
+otel_dl.uninstrument()
+assert F.conv2d is torch.conv2d is taken_before
+same()
+print("the same")
+"""
+
+
+def test_convolutions_are_scripted_pickled_and_compared_in_a_fresh_process(tmp_path: Path) -> None:
+    """torch.jit keeps the types it has made: only the first time shows."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPTED)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment({}), capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.stdout == "the same\n", done.stderr

@@ -118,7 +118,7 @@ class Collector:
         return sum(covered(intervals) for intervals in by_parent.values())
 
     def _benchmark(self) -> Benchmark | None:
-        """Of the rank that tuned in the most steps. Counts are of what was kept: tuning may have cost more, not less."""
+        """Of the rank that tuned in the most steps. Counts are of what was kept: tuning may have cost more."""
         tuned: defaultdict[int, list[_Of]] = defaultdict(list)
         for of in self._tuned:
             if of in self._steps:

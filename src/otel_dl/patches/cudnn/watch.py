@@ -31,9 +31,6 @@ _MODULES: Final = 4_096
 _NODE: Final = "ConvolutionBackward0"
 
 
-kind_of: Final[Callable[[Any], type[Any]]] = type
-
-
 class Form:
     """All calls that are alike: they have the same keys. `call` is None where cuDNN does not run them."""
 
@@ -90,7 +87,7 @@ class Watch:
         self._benchmark = device.benchmark
         self._parameter = torch.nn.Parameter
         self._dispatch: Any = getattr(torch.Tensor, "__torch_dispatch__", None)
-        self._plain: dict[type[Any], bool] = {torch.Tensor: True, torch.nn.Parameter: True}
+        self._plain: dict[Any, bool] = {torch.Tensor: True, torch.nn.Parameter: True}
         self.on = False
         """Whether benchmark was on at any convolution by cuDNN so far."""
 
@@ -171,7 +168,7 @@ class Watch:
         else:
             return None
         plain, device = self._plain, self._device
-        of_x, of_w = kind_of(x), kind_of(w)
+        of_x, of_w = x.__class__, w.__class__
         if not ((plain.get(of_x) or self._is_plain(of_x)) and device.has(x)):
             return None
         if not ((plain.get(of_w) or self._is_plain(of_w)) and device.has(w)):
@@ -180,9 +177,9 @@ class Watch:
         try:
             rest = (*args[3:], *kwargs.values()) if kwargs else args[3:]
             like = (
-                operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 31, w.shape, w.stride(), w.dtype,
-                w.data_ptr() & 31, (*kwargs,) if kwargs else None, rest, flags, x.requires_grad,
-                w.requires_grad,
+                operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 31, x.requires_grad,
+                w.shape, w.stride(), w.dtype, w.data_ptr() & 31, w.requires_grad,
+                (*kwargs,) if kwargs else None, rest, flags,
             )  # fmt: skip
         except RuntimeError:
             return None  # functorch's: what runs has other sizes
@@ -209,7 +206,7 @@ class Watch:
         except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError):
             return Form(operation, None, "")  # torch refuses it as well, and says why
 
-    def _is_plain(self, kind: type[Any]) -> bool:
+    def _is_plain(self, kind: Any) -> bool:
         """Whether what is done with such a tensor is done by torch's own kernels: fake ones have no data, distributed
         ones another size."""
         plain = self._plain.get(kind)
@@ -251,7 +248,7 @@ class Watch:
         self._patches.fault(error)
 
     def operand(self, tensor: Any) -> Operand | None:
-        return operand_of(tensor) if tensor is not None and self._is_plain(kind_of(tensor)) else None
+        return operand_of(tensor) if tensor is not None and self._is_plain(tensor.__class__) else None
 
 
 class Backward:
