@@ -7,6 +7,7 @@ added on a device. Each case is a session of its own, made once.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from otel_dl.recording.records import clock
 from otel_dl.recording.run import Run
 from otel_dl.settings import Settings
 
-ROUNDS = 41
+ROUNDS = 31
 CALLS = 1_000
 
 torch.set_num_threads(1)
@@ -49,6 +50,7 @@ class DispatchMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def profiler() -> Iterator[None]:
+    os.environ["KINETO_LOG_LEVEL"] = "99"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         yield
 

@@ -34,7 +34,7 @@ _NODE: Final = "ConvolutionBackward0"
 class Form:
     """All calls that are alike: they have the same keys. `call` is None where cuDNN does not run them."""
 
-    __slots__ = ("call", "device", "keys", "operation", "settled", "steady")
+    __slots__ = ("_backward", "call", "device", "keys", "operation", "settled", "steady")
 
     def __init__(self, operation: Operation, call: Call | None, device: str) -> None:
         self.operation = operation
@@ -45,6 +45,14 @@ class Form:
         self.settled = False
         """Whether the backward of one was seen, so that the keys are all known."""
         self.steady: dict[tuple[str, bool], Convolution] = {}
+        self._backward: tuple[Operand, Mapping[str, Key]] | None = None
+
+    def backward(self, call: Call, grad: Operand) -> Mapping[str, Key]:
+        """The keys of the backward, which take some time to work out."""
+        last = self._backward
+        if last is None or last[0] != grad:
+            self._backward = last = grad, keys.keys(call, grad)
+        return last[1]
 
     def span(self, direction: str, key: Key, shared: bool) -> Convolution:
         """One that found its plan: the same each time."""
@@ -226,7 +234,7 @@ class Watch:
         if form.call is None or not directions:
             return
         benchmark = self._benchmark()
-        of_backward = keys.keys(form.call, grad)
+        of_backward = form.backward(form.call, grad)
         form.settled = True
         plans = self._thread.plans
         shared = len(directions) > 1
