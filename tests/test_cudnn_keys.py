@@ -261,7 +261,7 @@ class TestBackend:
             x, w = cuda(2, 3, *(8,) * dimensions), cuda(3, 3, *(3,) * dimensions)
             assert self.runs(f"conv{dimensions}d", x, w)
             assert self.runs(f"conv_transpose{dimensions}d", x, w)
-            assert self.runs(f"conv{dimensions}d", x[0], w)
+            assert self.runs(f"conv{dimensions}d", cuda(3, *(8,) * dimensions), w)
 
     def test_a_depthwise_one_in_float_is_not(self) -> None:
         assert not self.runs("conv2d", cuda(2, 64, 8, 8), cuda(64, 1, 3, 3), groups=64)

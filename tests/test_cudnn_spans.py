@@ -5,6 +5,7 @@ seen. cuDNN is a stand-in here, everything else is real: the script says which c
 from __future__ import annotations
 
 import gc
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -312,6 +313,36 @@ class TestFunctions:
                     F.conv2d(torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3))
             assert type(torch.conv2d).__module__.startswith("otel_dl"), "no fault took the patch out"
             assert told(recorded) == [[]]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "otel_dl.patches.cudnn.calls.Device.flags",
+        "otel_dl.patches.cudnn.keys.Plans.find",
+        "otel_dl.patches.cudnn.watch.Form.warm_up",
+        "otel_dl.patches.cudnn.spans.Steps.add",
+        "otel_dl.patches.cudnn.watch.Watch.ran",
+        "otel_dl.patches.cudnn.watch.operand_of",
+        "otel_dl.patches.cudnn.watch._node",
+    ],
+)
+def test_a_fault_of_ours_takes_the_patch_out_and_training_goes_on(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def weights() -> list[bytes]:
+        model = network()
+        train([4, 4, 8], model)
+        return [p.detach().numpy().tobytes() for p in model.parameters()]
+
+    seed()
+    without = weights()
+    seed()
+    with convolving():
+        monkeypatch.setattr(broken, operator.concat)  # raises, and has no frame: to us a fault of our own
+        assert weights() == without
+        assert type(torch.conv2d).__module__ == "builtins"
+    assert [record.args[0] for record in caplog.records if "a fault of ours" in record.msg] == ["convolutions"]  # type: ignore[index]
 
 
 class TestKeysOfThreads:

@@ -227,7 +227,9 @@ class TestCompiling:
         without = self.counted(script, self)
         if hasattr(torch.compiler, "set_stance"):  # torch 2.4 passes by submodules that are compiled one by one
             assert without["unique graphs"] > 0
+        torch.compiler.reset()  # where something is compiled, convolutions are left alone
         with recording():
+            assert "otel_dl" in type(torch.conv2d).__module__
             assert self.counted(script, self) == without
 
     def test_explain_says_the_same(self) -> None:
@@ -418,6 +420,7 @@ def test_what_torch_makes_of_a_model_is_the_same(
         without = use(model)
         torch.compiler.reset()
         with recording():
+            assert "otel_dl" in type(torch.conv2d).__module__
             assert use(model) == without
 
 

@@ -78,7 +78,4 @@ def recorder(
     if in_c is None:
         return recorded
     hook = in_c(run.fast, event.kind, original, recorded, ended, failed, patches.fault, **options)
-    functools.update_wrapper(hook, original)
-    if hasattr(original, "__code__"):
-        hook.__code__ = original.__code__  # what torch.compile knows a function by (torch/_dynamo/eval_frame.py)
-    return hook
+    return functools.update_wrapper(hook, original)
