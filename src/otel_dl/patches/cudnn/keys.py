@@ -1,7 +1,7 @@
 """What cuDNN's plan cache tells apart: torch's own key of a convolution, worked out from its operands.
 
 A model of `CacheKeyWrapper` and `BenchmarkCache` in torch's aten/src/ATen/native/cudnn/Conv_v8.cpp and of what
-ConvShared.cpp, ConvUtils.h and Convolution.cpp do to the operands before (read as of torch 2.1, the forks' 2.4 and main
+ConvShared.cpp, ConvUtils.h and Convolution.cpp do to the operands before (read as of torch 2.1 and main
 after 2.15; the parts that are modelled are the same in all). Pure: no torch in here.
 
 - The key is operation (forward, data, filter), device, dtype, sizes of x and w, memory format, padding, stride,
