@@ -17,7 +17,7 @@ from otel_dl.export.provider import Connection, connect
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
-from otel_dl.patches import collectives, compilation, cudnn, process_groups, processes, training
+from otel_dl.patches import collectives, compilation, cudnn, process_groups, processes, synchronization, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
@@ -126,6 +126,7 @@ class Session:
         installers = {
             "collectives": collectives.install,  # within the phases, to which it says why they failed
             **training.INSTALLERS,
+            "synchronization": synchronization.install,
             **compilation.INSTALLERS,
             "convolutions": cudnn.install,
             "dataloader": dataloader,

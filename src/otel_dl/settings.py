@@ -74,6 +74,16 @@ def _url(text: str) -> str:
     return text
 
 
+def _choice(*words: str) -> _Kind:
+    def parse(text: str) -> str:
+        value = text.strip().lower()
+        if value not in words:
+            raise ValueError(text)
+        return value
+
+    return _Kind(" or ".join(filter(None, (", ".join(f"`{word}`" for word in words[:-1]), f"`{words[-1]}`"))), parse)
+
+
 BOOLEAN = _Kind("true or false", _boolean)
 TEXT = _Kind("text", str)
 URL = _Kind("an address like http://localhost:16686", _url)
@@ -161,6 +171,16 @@ class Settings:
         "OTEL_DL_CONV_SPANS",
         _integer(0, 10_000),
         "convolutions that found cuDNN's plan and become spans, of a step that the sampler keeps; the rest are summed",
+    )
+    sync: str = _setting(
+        "on",
+        "OTEL_DL_SYNC",
+        _choice("on", "off", "deep"),
+        "waits of the host for the device as spans; `deep`: also those that only C++ sees, without a duration, until"
+        " the process ends",
+    )
+    sync_min_ms: float = _setting(
+        0.05, "OTEL_DL_SYNC_MIN_MS", _number(0, 3_600_000), "waits for the device that are shorter are only summed up"
     )
     native: bool = _setting(
         True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"

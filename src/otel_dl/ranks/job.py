@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.log import logger
+from otel_dl.places import place_of
 from otel_dl.ranks import pending, verdict
 from otel_dl.ranks.exchange import TICK_S, Exchange
 from otel_dl.ranks.nccl import Communicator, nccl_uid
 from otel_dl.ranks.one_trace import OneTrace
 from otel_dl.ranks.run_id import prefix
-from otel_dl.ranks.statuses import Statuses, place_of
+from otel_dl.ranks.statuses import Statuses
 from otel_dl.ranks.store import JobStore, StoreGone
 from otel_dl.ranks.verdict import LEFT, TRANSFERS, Verdict, describe, judge
 from otel_dl.recording.failure import qualified

@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from otel_dl.faults import is_users
 from otel_dl.forensics import ends, layout, reader
 from otel_dl.forensics.layout import End
 from otel_dl.forensics.memory import Memory
 from otel_dl.forensics.processes import is_dead, is_stopped, process_started, status_of_exiting
+from otel_dl.places import place_of
 from otel_dl.ranks.run_id import host
 from otel_dl.ranks.store import JobStore
 from otel_dl.ranks.verdict import LEFT, Issued, Life, RankStatus
@@ -42,25 +41,6 @@ def neighbourhood() -> str:
         return f"{host()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return host()
-
-
-class Place:
-    """The line of the user's that a thread is at."""
-
-    def __init__(self, frame: FrameType | None) -> None:
-        while frame is not None and not is_users(frame.f_code):
-            frame = frame.f_back
-        self.file = frame.f_code.co_filename if frame is not None else ""
-        self.line = (frame.f_lineno or 0) if frame is not None else 0
-        self.function = frame.f_code.co_qualname if frame is not None and sys.version_info >= (3, 11) else (
-            frame.f_code.co_name if frame is not None else "")  # fmt: skip
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
-
-
-def place_of(thread: threading.Thread | None) -> Place:
-    return Place(sys._current_frames().get(thread.ident or 0) if thread is not None else None)  # pyright: ignore[reportPrivateUsage]
 
 
 def is_in_distributed(thread: threading.Thread) -> bool:

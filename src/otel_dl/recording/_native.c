@@ -1382,6 +1382,188 @@ static PyTypeObject ForwardType = HOOK("Forward", forward_init);
 static PyTypeObject NextType = HOOK("Next", next_init);
 static PyTypeObject ReturnedType = HOOK("Returned", returned_init);
 
+/* ---- Methods of a tensor. ---------------------------------------------------------------------------------------- */
+
+/* What stands in the place of a method of torch.Tensor (`patches/synchronization/method.py` says the same in Python).
+ * To whoever asks the class it is `original`, the identical object: `torch.Tensor.item`, its pickle, what torch hands to
+ * a `__torch_function__`. A tensor on the CPU, which waits for nothing, gets it as well; any other one, and one that
+ * overrides torch's functions, gets `waits`, a Python function, bound to it. */
+
+enum { METHOD_READS, METHOD_MOVES, METHOD_INDEXES, METHOD_ALWAYS };
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *original;
+    PyObject *waits;
+    PyObject *overrides; /* torch._C._has_torch_function_unary */
+    PyObject *is_cpu;    /* the getter of TensorBase.is_cpu */
+    PyObject *harmless;  /* tuple of types of arguments that name no place: dtype, memory_format */
+    PyObject *cpu;      /* torch.device("cpu") */
+    int form;
+} Method;
+
+/* Whether `tensor` is on the CPU and no override of torch's functions can see the question; what is no tensor is. -1 with
+ * an exception set where what a signal handler raised is to go on. */
+static int
+method_on_cpu(Method *self, PyObject *tensor)
+{
+    PyTypeObject *base = PyDescr_TYPE(self->is_cpu);
+    if (!PyObject_TypeCheck(tensor, base))
+        return 1;
+    PyObject *yes = PyObject_CallOneArg(self->overrides, tensor);
+    if (yes == Py_False)
+        Py_SETREF(yes, Py_TYPE(self->is_cpu)->tp_descr_get(self->is_cpu, tensor, (PyObject *)Py_TYPE(tensor)));
+    else
+        Py_XSETREF(yes, NULL);
+    if (yes == NULL && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear();
+    }
+    int found = yes == Py_True;
+    Py_XDECREF(yes);
+    return found;
+}
+
+/* Whether `argument` of a call on a tensor that is, or is not, `on_cpu` names no other place than the tensor's; -1 with
+ * an exception. */
+static int
+method_stays(Method *self, PyObject *argument, int on_cpu)
+{
+    PyTypeObject *type = Py_TYPE(argument);
+    if (argument == Py_None || PyBool_Check(argument))
+        return 1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->harmless); i++) {
+        if ((PyObject *)type == PyTuple_GET_ITEM(self->harmless, i))
+            return 1;
+    }
+    if (PyUnicode_Check(argument))
+        return on_cpu && PyUnicode_CompareWithASCIIString(argument, "cpu") == 0;
+    if (type == Py_TYPE(self->cpu))
+        return on_cpu ? PyObject_RichCompareBool(argument, self->cpu, Py_EQ) : 0; /* asking for its name takes 0.4 us */
+    return on_cpu && PyObject_TypeCheck(argument, PyDescr_TYPE(self->is_cpu)) ? method_on_cpu(self, argument) : 0;
+}
+
+static int
+method_is_plain_index(PyObject *index)
+{
+    if (PyTuple_CheckExact(index)) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(index); i++) {
+            PyObject *item = PyTuple_GET_ITEM(index, i);
+            if (PyTuple_Check(item) || !method_is_plain_index(item))
+                return 0;
+        }
+        return 1;
+    }
+    return PyLong_CheckExact(index) || PySlice_Check(index) || index == Py_None || index == Py_Ellipsis;
+}
+
+/* Of a method whose arguments matter as well: `to`, `copy_`, `x[...]`. */
+static PyObject *
+method_call(Method *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t all = count + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
+    int plain = 0;
+    if (count > 1 && self->form == METHOD_INDEXES)
+        plain = method_is_plain_index(args[1]);
+    if (count > 0 && !plain) {
+        int on_cpu = plain = method_on_cpu(self, args[0]);
+        if (on_cpu >= 0 && self->form == METHOD_MOVES) {
+            plain = 1;
+            for (Py_ssize_t i = 1; plain == 1 && i < all; i++)
+                plain = method_stays(self, args[i], on_cpu);
+        }
+        if (plain < 0)
+            return NULL;
+    }
+    return PyObject_Vectorcall(plain ? self->original : self->waits, args, nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET,
+                               names);
+}
+
+static PyObject *
+method_bind(Method *self, PyObject *instance, PyObject *owner)
+{
+    descrgetfunc bind = Py_TYPE(self->original)->tp_descr_get;
+    if (instance == NULL || instance == Py_None)
+        return bind(self->original, NULL, owner);
+    if (self->form == METHOD_READS) {
+        int on_cpu = method_on_cpu(self, instance);
+        if (on_cpu != 0)
+            return on_cpu < 0 ? NULL : bind(self->original, instance, owner);
+    }
+    return PyMethod_New(self->form == METHOD_MOVES || self->form == METHOD_INDEXES ? (PyObject *)self : self->waits,
+                        instance);
+}
+
+static PyObject *
+method_getattro(PyObject *self, PyObject *name)
+{
+    return PyObject_GetAttr(((Method *)self)->original, name); /* its name, its documentation, its signature */
+}
+
+static PyObject *
+method_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"original", "waits", "form", "overrides", "is_cpu", "harmless", "cpu", NULL};
+    PyObject *original, *waits, *overrides, *is_cpu, *harmless, *cpu;
+    int form;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOiOO!O!O", keywords, &original, &waits, &form, &overrides,
+                                     &PyGetSetDescr_Type, &is_cpu, &PyTuple_Type, &harmless, &cpu))
+        return NULL;
+    if (Py_TYPE(original)->tp_descr_get == NULL || form < METHOD_READS || form > METHOD_ALWAYS) {
+        PyErr_SetString(PyExc_TypeError, "it is no method, or none of these forms");
+        return NULL;
+    }
+    Method *self = (Method *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->vectorcall = (vectorcallfunc)method_call;
+    self->original = Py_NewRef(original);
+    self->waits = Py_NewRef(waits);
+    self->overrides = Py_NewRef(overrides);
+    self->is_cpu = Py_NewRef(is_cpu);
+    self->harmless = Py_NewRef(harmless);
+    self->cpu = Py_NewRef(cpu);
+    self->form = form;
+    return (PyObject *)self;
+}
+
+static int
+method_traverse(Method *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->original);
+    Py_VISIT(self->waits);
+    return 0;
+}
+
+static void
+method_dealloc(Method *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->original);
+    Py_XDECREF(self->waits);
+    Py_XDECREF(self->overrides);
+    Py_XDECREF(self->is_cpu);
+    Py_XDECREF(self->harmless);
+    Py_XDECREF(self->cpu);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject MethodType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native.Method",
+    .tp_basicsize = sizeof(Method),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = method_new,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Method, vectorcall),
+    .tp_getattro = method_getattro,
+    .tp_descr_get = (descrgetfunc)method_bind,
+    .tp_traverse = (traverseproc)method_traverse,
+    .tp_dealloc = (destructor)method_dealloc,
+};
+
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "otel_dl.recording._native", .m_size = -1};
 
 PyMODINIT_FUNC
@@ -1394,6 +1576,7 @@ PyInit__native(void)
                  {"Phase", &PhaseType},    {"Forward", &ForwardType},      {"Next", &NextType},
                  {"FastPath", &FastPathType}, {"Returned", &ReturnedType},
                  {"WorkerState", &WorkerType},
+                 {"Method", &MethodType},
                  {"Get", &GetType},
                  {"Put", &PutType}};
     static struct {

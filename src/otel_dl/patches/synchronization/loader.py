@@ -1,0 +1,56 @@
+"""Batches that `DataLoader.__next__` waits for because they are copied into pinned memory.
+
+Without workers it copies itself. With workers a thread does, which hands the batch over: that is recorded where
+`__next__` was waiting meanwhile, all the time.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+from otel_dl.recording.lane import NEXT
+from otel_dl.recording.records import clock
+from otel_dl.recording.waits import Wait
+
+if TYPE_CHECKING:
+    from otel_dl.patches.synchronization.waiting import Waiting
+
+PINNING = "DataLoader.pin_memory"
+
+
+class _Thread(threading.local):
+    inside = False
+
+
+def install(waiting: Waiting) -> None:
+    from torch.utils.data._utils import pin_memory as module
+
+    owner: Any = module
+    original: Any = owner.pin_memory
+    run, patches, thread = waiting.run, waiting.patches, _Thread()
+
+    def is_waited_for() -> bool:
+        lane = run.stepper or run.main
+        return lane is not None and bool(lane.kinds & NEXT)
+
+    def pinned(start: int) -> None:
+        end = clock()
+        if run.active and is_waited_for():
+            run.note(Wait(PINNING, "", None, end - start), start, end)
+
+    @functools.wraps(original)
+    def pin_memory(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if thread.inside or not is_waited_for():  # it calls itself for each part of a batch
+            return original(data, *args, **kwargs)
+        thread.inside = True
+        start = clock()
+        try:
+            result = original(data, *args, **kwargs)
+        finally:
+            thread.inside = False
+        patches.guard(pinned, start)
+        return result
+
+    patches.replace(owner, "pin_memory", pin_memory)

@@ -1,0 +1,78 @@
+"""What stands in the place of a method of `torch.Tensor`, so that nobody can tell but who waits.
+
+A function there would be what torch hands to `__torch_function__`, and what `torch.Tensor.item` is: tables of the
+user's and of torch's (`UninitializedTensorMixin._allowed_methods`, torchvision's tv_tensors), made before, would not
+have it. So asked of the class it is the original, the identical object; a tensor on the CPU gets the original as well,
+and only one that can wait gets a function of ours. torch then calls the original: what is overridden fires once.
+`_native.c` has the same as `Method`, for a flag test's cost; in Python it costs 0.25 us a call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from enum import IntEnum
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from otel_dl.recording import native
+
+if TYPE_CHECKING:
+    from otel_dl.patches.synchronization.waiting import Waiting
+
+
+class Form(IntEnum):
+    """What decides whether a call can wait; as in `_native.c`."""
+
+    READS = 0
+    """The tensor is not on the CPU."""
+    MOVES = 1
+    """An argument names another place than the tensor's."""
+    INDEXES = 2
+    """The tensor is not on the CPU, and the index is more than numbers and slices."""
+    ALWAYS = 3
+
+
+class Method:
+    """In Python. A call that can't wait may come to `waits` as well: that looks itself."""
+
+    def __init__(self, original: Any, waits: Callable[..., Any], form: Form, overrides: Any, is_cpu: Any) -> None:
+        self.original = original
+        self.waits = waits
+        self._reads = form is Form.READS
+        self._overrides: Callable[[Any], bool] = overrides
+        self._is_cpu: Callable[[Any], bool] = is_cpu.__get__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self.original.__get__(None, owner)
+        if self._reads and not self._overrides(instance) and self._is_cpu(instance):
+            return self.original.__get__(instance, owner)
+        return MethodType(self.waits, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original"], name)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.original,)  # a copy of it is itself; what is patched here is not where it is read again
+
+
+def is_fast(waiting: Waiting) -> bool:
+    """Whether there is C."""
+    return native.hook("Method", waiting.run.settings.native) is not None
+
+
+def replace(waiting: Waiting, owner: Any, name: str, form: Form, waits: Callable[..., Any]) -> None:
+    """Puts `waits` in the place of the method of this `name`."""
+    import torch
+
+    c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    original: Any = getattr(owner, name)
+    flag = c.TensorBase.__dict__["is_cpu"]
+    in_c = native.hook("Method", waiting.run.settings.native)
+    if in_c is None:
+        method: Any = Method(original, waits, form, c._has_torch_function_unary, flag)
+    else:
+        harmless = (torch.dtype, torch.memory_format)
+        method = in_c(original, waits, int(form), c._has_torch_function_unary, flag, harmless, torch.device("cpu"))
+    waiting.patches.replace(owner, name, method)

@@ -1,0 +1,75 @@
+"""How much of a read from the device was waiting for what was queued before, and how much copying.
+
+Two CUDA events, one recorded before the call and one after it. The first completes when the work that was queued before
+is done, so the time between them is the copy's, with some 10 us in which the host returns. Recording one is work that
+is queued, and no wait: nothing comes sooner or later than without, but for the record. Waiting for the stream before
+the call would tell the same, and make the copy start later, by the time in which the host hears of it.
+
+They are read at a later call, in a thread that works with the device (a query from another one would invalidate a
+graph that is captured meanwhile), where they are complete. In steps that the head sampler keeps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from otel_dl.recording.waits import Wait
+
+_PENDING: Final = 256
+"""Pairs whose times have not been read, at most."""
+
+
+class Split:
+    """Marks are (event before, event after, stream)."""
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[tuple[Any, Any]]] = {}
+        """By device: an event stays with the one it was first recorded on."""
+        self._pending: deque[tuple[Any, Any, Any, Wait | None]] = deque()
+        self._off = False
+
+    def begin(self, tensor: Any) -> Any:
+        """A mark before a call that reads `tensor`, which is waited for on its device's current stream; None where it
+        is not to be told: `tensor` is no CUDA device's, or the stream is being captured."""
+        if self._off:
+            return None
+        try:
+            import torch
+
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+                device = tensor.device
+                if device.type != "cuda":
+                    return None
+            cuda: Any = torch.cuda
+            if cuda.is_current_stream_capturing():
+                return None
+            self._read()
+            if len(self._pending) >= _PENDING:
+                return None
+            free = self._free.setdefault(device, [])
+            before, after = free.pop() if free else (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+            stream = cuda.current_stream(device)
+            before.record(stream)
+            return before, after, stream
+        except Exception:
+            self._off = True  # the device has failed, as the call that follows will say itself
+            return None
+
+    def end(self, mark: Any, wait: Wait | None) -> None:
+        """The call is over; `wait` is told how much it copied, once that is known."""
+        before, after, stream = mark
+        try:
+            after.record(stream)
+            self._pending.append((before, after, stream.device, wait))
+        except Exception:
+            self._off = True
+
+    def _read(self) -> None:
+        pending = self._pending
+        while pending and pending[0][1].query():
+            before, after, device, wait = pending.popleft()
+            if wait is not None:
+                wait.copied = int(before.elapsed_time(after) * 1e6)
+            self._free.setdefault(device, []).append((before, after))

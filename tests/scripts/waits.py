@@ -1,0 +1,115 @@
+"""Waits for a stand-in device in every way there is, one a step, and says what it did: operation, line, and when."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from support import device
+from support.inprocess import recording
+from support.validate import from_sdk, validate
+from torch import nn
+
+import otel_dl
+from otel_dl.recording.records import to_epoch_ns
+
+KERNEL_S = 0.002
+
+device.register()
+on_device = torch.device(device.NAME)
+x = device.put(torch.arange(4.0) + 1)
+one = device.put(torch.tensor(1))
+flag = device.put(torch.tensor(True))
+mask = device.put(torch.tensor([True, False, True, False]))
+host = torch.zeros(4)
+
+
+def clip() -> Any:
+    return torch.nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+
+
+parameter = nn.Parameter(device.put(torch.ones(4)))
+parameter.grad = device.put(torch.ones(4))
+
+# Each on a line of its own: that is the line that its span must have.
+WAITS: list[tuple[str, Any]] = [
+    ("Tensor.item", lambda: one.item()),
+    ("Tensor.__int__", lambda: int(one)),
+    ("Tensor.__float__", lambda: float(one)),
+    ("Tensor.__complex__", lambda: complex(one)),
+    ("Tensor.__bool__", lambda: 1 if flag else 0),
+    ("Tensor.__index__", lambda: [1, 2, 3][one]),
+    ("Tensor.tolist", lambda: x.tolist()),
+    ("Tensor.cpu", lambda: x.cpu()),
+    ("Tensor.to", lambda: x.to("cpu")),
+    ("Tensor.to", lambda: x.to(device=torch.device("cpu"), dtype=torch.float64)),
+    ("Tensor.to", lambda: x.to(host)),
+    ("Tensor.to", lambda: host.to(on_device)),
+    ("Tensor.to", lambda: host.to(x)),
+    ("Tensor.copy_", lambda: host.copy_(x)),
+    ("Tensor.copy_", lambda: x.copy_(host)),
+    ("Tensor.nonzero", lambda: x.nonzero()),
+    ("Tensor.masked_select", lambda: x.masked_select(mask)),
+    ("Tensor.unique", lambda: x.unique()),
+    ("Tensor.equal", lambda: x.equal(x)),
+    ("Tensor.is_nonzero", lambda: one.is_nonzero()),
+    ("Tensor.__getitem__", lambda: x[mask]),
+    ("Tensor.__format__", lambda: f"{one}"),
+    ("Tensor.__bool__", lambda: clip()),
+    ("Tensor.item", lambda: sum(v.item() for v in [one])),
+]
+
+QUIET: list[tuple[str, Any]] = [
+    ("on the device", lambda: x + x),
+    ("a cast", lambda: x.to(torch.float64)),
+    ("an index", lambda: x[0]),
+    ("a slice", lambda: x[1:3]),
+    ("a copy on the device", lambda: x.copy_(x + 1)),
+    ("a copy that is not waited for", lambda: host.to(on_device, non_blocking=True)),
+    ("on the CPU", lambda: (host.tolist(), host[host > 0], host.to(torch.float64), host[0].item(), host.cpu())),
+]
+
+
+def run(work: list[tuple[str, Any]], kernel: float, **settings: Any) -> dict[str, Any]:
+    truth: list[dict[str, Any]] = []
+    with recording(**settings) as recorded:
+        for name, operation in work:
+            before = len(device.waits)
+            with otel_dl.step():
+                device.launch(kernel)
+                operation()
+            waited = device.waits[before:]
+            code = operation.__code__
+            truth.append(
+                {"op": name, "line": code.co_firstlineno, "waits": [[to_epoch_ns(t) for t in each] for each in waited]}
+            )
+    spans = [from_sdk(span) for span in recorded.spans]
+    return {
+        "truth": truth,
+        "problems": validate(spans, whole=False),
+        "steps": [
+            {
+                "sums": {k: v for k, v in dict(step.attributes).items() if k.startswith("dl.sync")},
+                "waits": [
+                    {"start": s.start_time, "end": s.end_time, "ok": s.status.is_unset, **dict(s.attributes)}
+                    for s in recorded.named("cuda.synchronize")
+                    if s.context.trace_id == step.context.trace_id
+                ],
+            }
+            for step in sorted(recorded.named("train.step"), key=lambda step: step.start_time)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    native = sys.argv[1] == "c"
+    every = "on" if native else "deep"
+    result = {
+        "long": run(WAITS, KERNEL_S, native=native, sync=every),
+        "short": run(WAITS, 0.0, native=native, sync=every, sync_min_ms=60_000),
+        "quiet": run(QUIET, KERNEL_S, native=native, sync=every, sync_min_ms=60_000),
+        "off": run(WAITS, KERNEL_S, sync="off"),
+    }
+    print(json.dumps(result))
