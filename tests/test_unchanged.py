@@ -193,10 +193,40 @@ class TestCompiling:
         data = loader(3)
         epoch()
 
+    def reads(self) -> None:
+        @torch.compile(backend="eager")
+        def read(x: Tensor) -> Any:
+            total = x.sum()
+            if total > 1e6 or bool(x.isnan().any()):
+                return x
+            return x * total.item() + float(total) + len(x.tolist()) + x.numpy().shape[0]
+
+        @torch.compile(backend="eager")
+        def move(x: Tensor) -> Any:
+            y = x.to(torch.float64).cpu()
+            y[x > 0] = 1.0
+            return y[0], y[x > 0], y[:, 1:3], x.nonzero(), x.unique(), x.clone().copy_(x), x.equal(y.to(x))
+
+        for rows in (4, 4, 5, 6):
+            read(torch.ones(rows, 6))
+            move(torch.ones(rows, 6))
+
+    def reads_in_whole_graphs(self) -> None:
+        # Where nothing breaks off, torch.compile would have to say so if it came to a function of ours.
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def whole(x: Tensor) -> Any:
+            y = torch.Tensor.to(x, torch.float64)[0].cpu()
+            return y.to("cpu"), x[1:], x[..., None], x.clone().copy_(x), torch.Tensor.__getitem__(x, 0)
+
+        for rows in (4, 4, 5):
+            whole(torch.ones(rows, 6))
+
     SCRIPTS = (
         model,
         module_of_the_users,
         convolutions,
+        reads,
+        reads_in_whole_graphs,
         submodules_one_by_one,
         whole_step,
         optimizer_step,

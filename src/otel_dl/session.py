@@ -17,7 +17,16 @@ from otel_dl.export.provider import Connection, connect
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
-from otel_dl.patches import collectives, compilation, cudnn, process_groups, processes, synchronization, training
+from otel_dl.patches import (
+    collectives,
+    compilation,
+    cudnn,
+    dali,
+    process_groups,
+    processes,
+    synchronization,
+    training,
+)
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
@@ -117,8 +126,13 @@ class Session:
         if not self.run.active:
             return
 
+        loaders = dataloader_patches.Loaders()
+
         def dataloader(run: Run, patches: Patches) -> None:
-            dataloader_patches.install(run, patches, self.relay, self.watch)
+            dataloader_patches.install(run, patches, self.relay, self.watch, loaders)
+
+        def dali_iterators(run: Run, patches: Patches) -> None:
+            dali.install(run, patches, self.watch, loaders)
 
         def ranks(run: Run, patches: Patches) -> None:
             processes.install(run, patches, self.keywords, self.set_up_sdk)
@@ -130,6 +144,7 @@ class Session:
             **compilation.INSTALLERS,
             "convolutions": cudnn.install,
             "dataloader": dataloader,
+            "DALI": dali_iterators,
             "processes": ranks,
             "process groups": process_groups.install,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from support import device
 from support.inprocess import recording
 from support.validate import from_sdk, validate
 from torch import nn
+from torch.cuda import _gpu_trace
 
 import otel_dl
 from otel_dl.recording.records import to_epoch_ns
@@ -24,10 +26,6 @@ one = device.put(torch.tensor(1))
 flag = device.put(torch.tensor(True))
 mask = device.put(torch.tensor([True, False, True, False]))
 host = torch.zeros(4)
-
-
-def clip() -> Any:
-    return torch.nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
 
 
 parameter = nn.Parameter(device.put(torch.ones(4)))
@@ -57,7 +55,7 @@ WAITS: list[tuple[str, Any]] = [
     ("Tensor.is_nonzero", lambda: one.is_nonzero()),
     ("Tensor.__getitem__", lambda: x[mask]),
     ("Tensor.__format__", lambda: f"{one}"),
-    ("Tensor.__bool__", lambda: clip()),
+    ("Tensor.__bool__", lambda: nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)),
     ("Tensor.item", lambda: sum(v.item() for v in [one])),
 ]
 
@@ -89,27 +87,102 @@ def run(work: list[tuple[str, Any]], kernel: float, **settings: Any) -> dict[str
     return {
         "truth": truth,
         "problems": validate(spans, whole=False),
-        "steps": [
-            {
-                "sums": {k: v for k, v in dict(step.attributes).items() if k.startswith("dl.sync")},
-                "waits": [
-                    {"start": s.start_time, "end": s.end_time, "ok": s.status.is_unset, **dict(s.attributes)}
-                    for s in recorded.named("cuda.synchronize")
-                    if s.context.trace_id == step.context.trace_id
-                ],
-            }
-            for step in sorted(recorded.named("train.step"), key=lambda step: step.start_time)
-        ],
+        "steps": steps(recorded),
     }
+
+
+def steps(recorded: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "sums": {k: v for k, v in dict(step.attributes).items() if k.startswith("dl.sync")},
+            "waits": [
+                {"start": s.start_time, "end": s.end_time, "ok": s.status.is_unset, **dict(s.attributes)}
+                for s in recorded.named("cuda.synchronize")
+                if s.context.trace_id == step.context.trace_id
+            ],
+        }
+        for step in sorted(recorded.named("train.step"), key=lambda step: step.start_time)
+    ]
+
+
+def failed(**settings: Any) -> dict[str, Any]:
+    raised: list[str] = []
+    gone = RuntimeError("the device is gone")
+    with recording(**settings) as recorded, otel_dl.step():
+        device.fails.append(gone)
+        try:
+            one.item()
+        except RuntimeError as error:
+            raised = [f"{type(error).__name__}: {error}", str(error is gone)]
+    return {"raised": raised, "steps": steps(recorded)}
+
+
+def printed(**settings: Any) -> dict[str, Any]:
+    before = len(device.waits)
+    with recording(**settings) as recorded, otel_dl.step():
+        device.launch(KERNEL_S)
+        repr(device.put(torch.tensor(1.5)))
+        str(one)
+    return {"waits": len(device.waits) - before, "steps": steps(recorded)}
+
+
+def subclass(**settings: Any) -> dict[str, Any]:
+    functions: list[str] = []
+
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            functions.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    mine = one.as_subclass(Mine)
+    functions.clear()
+    with recording(**settings) as recorded, otel_dl.step():
+        device.launch(KERNEL_S)
+        mine.item()
+    return {"functions": functions, "steps": steps(recorded)}
+
+
+def deep(**settings: Any) -> dict[str, Any]:
+    """torch's GPU trace calls back before each wait, as its CUDA part would."""
+    callbacks = _gpu_trace.StreamSynchronizationCallbacks
+    device.on_wait.append(lambda: callbacks.fire_callbacks(1))
+    with recording(**{**settings, "sync": "deep"}) as recorded:
+        with otel_dl.step():
+            device.launch(KERNEL_S)
+            torch.nonzero(x)
+        with otel_dl.step():
+            device.launch(KERNEL_S)
+            one.item()
+    device.on_wait.clear()
+    return {"steps": steps(recorded)}
+
+
+def elsewhere(**settings: Any) -> dict[str, Any]:
+    def work() -> None:
+        device.launch(KERNEL_S)
+        one.item()
+
+    with recording(**settings) as recorded, otel_dl.step():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    return {"steps": steps(recorded)}
 
 
 if __name__ == "__main__":
     native = sys.argv[1] == "c"
-    every = "on" if native else "deep"
+    # In Python the hot methods are recorded in the deep mode only.
+    form: dict[str, Any] = {"native": native, "sync": "on" if native else "deep"}
     result = {
-        "long": run(WAITS, KERNEL_S, native=native, sync=every),
-        "short": run(WAITS, 0.0, native=native, sync=every, sync_min_ms=60_000),
-        "quiet": run(QUIET, KERNEL_S, native=native, sync=every, sync_min_ms=60_000),
+        "long": run(WAITS, KERNEL_S, **form),
+        "short": run(WAITS, 0.0, sync_min_ms=60_000, **form),
+        "quiet": run(QUIET, KERNEL_S, sync_min_ms=60_000, **form),
         "off": run(WAITS, KERNEL_S, sync="off"),
+        "failed": failed(**form),
+        "printed": printed(**form),
+        "subclass": subclass(**form),
+        "deep": deep(**form),
+        "elsewhere": elsewhere(**form),
     }
     print(json.dumps(result))

@@ -71,10 +71,8 @@ def _any(func: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["device"] = torch.device("cpu")
     given = tree_map(_on_cpu, (args, kwargs))
     result = func(*given[0], **given[1])
-    same = {
-        id(theirs): ours
-        for ours, theirs in zip((*args, *kwargs.values()), (*given[0], *given[1].values()), strict=True)
-    }
+    ours, theirs = (*args, *kwargs.values()), (*given[0], *given[1].values())
+    same = {id(one): other for one, other in zip(theirs, ours, strict=True)}
 
     def as_ours(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -128,6 +126,7 @@ def register() -> None:
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")
-    # torch would make its result empty and resize it, which such a tensor can't be.
-    aten.impl("logical_or", functools.partial(_any, torch.ops.aten.logical_or.default), "PrivateUse1")
+    for name in ("abs", "logical_or"):
+        # torch would make the result empty and resize it, which such a tensor can't be.
+        aten.impl(name, functools.partial(_any, getattr(torch.ops.aten, name).default), "PrivateUse1")
     _libraries.extend((everything, aten))

@@ -104,15 +104,15 @@ class Info(SourceState):
         self.batch = None
 
 
-def install(run: Run, patches: Patches, relay: Relay, watch: Watch) -> None:
-    """Patches the loaders of torch; raises where this torch lacks what is needed."""
+def install(run: Run, patches: Patches, relay: Relay, watch: Watch, loaders: Loaders | None = None) -> None:
+    """Patches the loaders of torch; raises where this torch lacks what is needed. `loaders` counts them."""
     from torch.utils.data import dataloader
     from torch.utils.data._utils import worker
 
     _forget_earlier_runs()
     starting = Starting()
     several: Any = dataloader._MultiProcessingDataLoaderIter  # pyright: ignore[reportPrivateUsage]
-    loaders = Loaders()
+    loaders = loaders or Loaders()
     _install_iterators(patches, dataloader, loaders, starting)
     _install_waits(run, patches, dataloader._BaseDataLoaderIter, watch)  # pyright: ignore[reportPrivateUsage]
     _install_batches(run, patches, loaders, watch)
@@ -243,11 +243,7 @@ def _install_batches(run: Run, patches: Patches, loaders: Loaders, watch: Watch)
     original_init = Batches.__init__
 
     def begin(batches: Any, loader: Any) -> None:
-        info = Info("")
-        info.alone = True
-        info.loader, info.epoch = loaders.epoch(loader)
-        setattr(batches, INFO, info)
-        _remember(batches)
+        begin_epoch(batches, loader, loaders)
 
     @functools.wraps(original_init)
     def __init__(self: Any, loader: Any, iterator: Any) -> None:
@@ -257,6 +253,15 @@ def _install_batches(run: Run, patches: Patches, loaders: Loaders, watch: Watch)
     patches.replace(Batches, INFO, None)
     patches.replace(Batches, "__init__", __init__)
     _install_waits(run, patches, Batches, watch)
+
+
+def begin_epoch(batches: Any, loader: Any, loaders: Loaders) -> None:
+    """`batches`, of an epoch of `loader`, is an iterator that the main process reads from."""
+    info = Info("")
+    info.alone = True
+    info.loader, info.epoch = loaders.epoch(loader)
+    setattr(batches, INFO, info)
+    _remember(batches)
 
 
 def _install_waits(run: Run, patches: Patches, base: Any, watch: Watch) -> None:

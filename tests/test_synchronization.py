@@ -1,0 +1,546 @@
+"""The host's waits for a device: what is told of them, and that nothing else can tell they are looked for.
+
+There is no GPU here: the device is a stand-in that torch takes for an accelerator (`support/device.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import operator
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import children
+from support.inprocess import Recorded, recording
+from support.validate import from_sdk, validate
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import otel_dl
+from otel_dl.patches.synchronization import split, tensor
+from otel_dl.recording import native
+from otel_dl.recording.keep import NeverHead
+
+SCRIPTS = Path(__file__).parent / "scripts"
+HAS_DEVICE = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
+needs_device = pytest.mark.skipif(not HAS_DEVICE, reason="before 2.10 torch takes no device that is written in Python")
+IN_C = [True, False] if native.hooks is not None else [False]
+
+
+@functools.cache
+def waited(form: str) -> dict[str, Any]:
+    done = children.run(
+        f"import runpy, sys; sys.argv = ['waits.py', {form!r}]\n"
+        f"runpy.run_path({str(SCRIPTS / 'waits.py')!r}, run_name='__main__')",
+        {"PYTHONPATH": os.pathsep.join((str(children.SOURCE), str(Path(__file__).parent)))},
+    )
+    assert done.code == 0, done
+    assert "a fault of ours" not in done.stderr, done
+    return json.loads(done.stdout)
+
+
+@needs_device
+@pytest.mark.parametrize("form", ["c", "python"])
+class TestEveryWay:
+    def test_each_wait_is_a_span_with_operation_device_and_the_users_line(self, form: str) -> None:
+        result = waited(form)["long"]
+        assert result["problems"] == []
+        for done, step in zip(result["truth"], result["steps"], strict=True):
+            (wait,) = step["waits"]
+            assert wait["dl.sync.op"] == done["op"]
+            assert wait["dl.device"] == "standin:0"
+            assert os.path.basename(wait["code.file.path"]) == "waits.py"
+            assert wait["code.line.number"] == done["line"], done
+            assert wait["code.function.name"]
+            assert step["sums"] == {}, "it is one span, and not those within it"
+
+    def test_it_lasts_as_long_as_the_device_made_it_wait(self, form: str) -> None:
+        for done, step in zip(waited(form)["long"]["truth"], waited(form)["long"]["steps"], strict=True):
+            (wait,) = step["waits"]
+            assert done["waits"], "the stand-in had to be waited for"
+            assert all(wait["start"] <= start <= end <= wait["end"] for start, end in done["waits"]), done
+
+    def test_short_ones_are_summed_up(self, form: str) -> None:
+        for step in waited(form)["short"]["steps"]:
+            assert step["waits"] == []
+            assert step["sums"]["dl.sync.summed"] == 1
+            assert 0 < step["sums"]["dl.sync.summed_ms"] < 60_000
+
+    def test_what_does_not_wait_is_none(self, form: str) -> None:
+        assert {done["op"] for done in waited(form)["quiet"]["truth"]} >= {"a cast", "a slice", "on the CPU"}
+        for done, step in zip(waited(form)["quiet"]["truth"], waited(form)["quiet"]["steps"], strict=True):
+            assert (step["waits"], step["sums"]) == ([], {}), done
+
+    def test_switched_off_there_are_none(self, form: str) -> None:
+        for step in waited(form)["off"]["steps"]:
+            assert (step["waits"], step["sums"]) == ([], {})
+
+    def test_an_exception_passes_and_is_told(self, form: str) -> None:
+        result = waited(form)["failed"]
+        assert result["raised"] == ["RuntimeError: the device is gone", "True"]
+        (wait,) = result["steps"][0]["waits"]
+        assert (wait["dl.sync.op"], wait["error.type"], wait["ok"]) == ("Tensor.item", "RuntimeError", False)
+
+    def test_each_print_is_one_span(self, form: str) -> None:
+        result = waited(form)["printed"]
+        assert result["waits"] > 3, "the stand-in was asked for many values"
+        assert [wait["dl.sync.op"] for wait in result["steps"][0]["waits"]] == ["Tensor.__repr__"] * 2
+
+    def test_a_subclass_is_one_span_though_its_methods_fire_twice(self, form: str) -> None:
+        result = waited(form)["subclass"]
+        assert result["functions"] == ["item"]
+        assert [wait["dl.sync.op"] for wait in result["steps"][0]["waits"]] == ["Tensor.item"]
+
+    def test_deep_also_tells_of_what_only_cpp_knows(self, form: str) -> None:
+        result = waited(form)["deep"]
+        assert [wait["dl.sync.op"] for wait in result["steps"][0]["waits"]] == ["cudaStreamSynchronize"]
+        (wait,) = result["steps"][0]["waits"]
+        assert wait["start"] == wait["end"]
+        assert "dl.sync.wait_ms" not in wait
+        assert [wait["dl.sync.op"] for wait in result["steps"][1]["waits"]] == ["Tensor.item"], "and not what is in it"
+
+    def test_another_threads_waits_are_none_of_the_step(self, form: str) -> None:
+        assert [step["waits"] for step in waited(form)["elsewhere"]["steps"]] == [[]]
+
+
+def step_with(recorded: Recorded, work: Callable[[], object]) -> list[Any]:
+    """The waits of a step in which `work` was done."""
+    before = len(recorded.named("cuda.synchronize"))
+    with otel_dl.step():
+        work()
+    recorded.finish()
+    assert validate([from_sdk(span) for span in recorded.spans], whole=False) == []
+    return recorded.named("cuda.synchronize")[before:]
+
+
+class TestWaitingAlone:
+    """`synchronize`, of a module, a stream and an event: what is called is a stand-in, as there is no driver."""
+
+    @pytest.fixture(autouse=True)
+    def _driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def synchronize(device: Any = None) -> str:
+            return "torch's own"
+
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda self: "an event's")
+
+    @pytest.mark.parametrize(
+        ("call", "device"),
+        [
+            (lambda: torch.cuda.synchronize(), "cuda:3"),
+            (lambda: torch.cuda.synchronize(1), "cuda:1"),
+            (lambda: torch.cuda.synchronize("cuda:2"), "cuda:2"),
+            (lambda: torch.cuda.synchronize(device=torch.device("cuda")), "cuda:3"),
+        ],
+    )
+    def test_all_of_it_is_waiting(self, call: Callable[[], object], device: str) -> None:
+        returned: list[object] = []
+        with recording(sync_min_ms=0) as recorded:
+            (wait,) = step_with(recorded, lambda: returned.append(call()))
+        assert returned == ["torch's own"]
+        said = wait.attributes
+        assert (said["dl.sync.op"], said["dl.device"]) == ("torch.cuda.synchronize", device)
+        assert said["dl.sync.wait_ms"] == (wait.end_time - wait.start_time) / 1e6
+        assert "dl.sync.copy_ms" not in said
+        assert said["code.file.path"] == __file__
+
+    def test_an_events(self) -> None:
+        event = torch.cuda.Event.__new__(torch.cuda.Event) if torch.cuda.is_available() else SimpleNamespace()
+        with recording(sync_min_ms=0) as recorded:
+            (wait,) = step_with(recorded, lambda: torch.cuda.Event.synchronize(event))
+        assert wait.attributes["dl.sync.op"] == "torch.cuda.Event.synchronize"
+
+
+def test_without_a_driver_synchronize_raises_as_ever() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises((RuntimeError, AssertionError)) as without:
+        torch.cuda.synchronize()
+    with recording() as recorded:
+
+        def work() -> None:
+            with pytest.raises((RuntimeError, AssertionError)) as within:
+                torch.cuda.synchronize()
+            assert (type(within.value), str(within.value)) == (type(without.value), str(without.value))
+
+        (wait,) = step_with(recorded, work)
+    assert wait.attributes["error.type"]
+
+
+# Nobody can tell.
+
+
+NAMES = [*tensor.READ, *tensor.COMPUTED, "cuda", "to", "copy_", "__getitem__", "__setitem__"]
+
+
+@pytest.mark.parametrize("in_c", IN_C)
+class TestUnseen:
+    @pytest.fixture(autouse=True)
+    def _recording(self, in_c: bool) -> Iterator[None]:
+        self.originals = {name: getattr(torch.Tensor, name) for name in NAMES}
+        with recording(native=in_c, sync="deep" if not in_c else "on") as recorded:
+            self.recorded = recorded
+            yield
+        assert {name: getattr(torch.Tensor, name) for name in NAMES} == self.originals
+
+    def test_they_are_patched(self) -> None:
+        assert set(NAMES) <= vars(torch.Tensor).keys()
+
+    def test_to_the_class_each_is_the_object_that_it_was(self) -> None:
+        for _ in range(1000):  # the interpreter looks names up in another way once it knows them
+            found = torch.Tensor.item, torch.Tensor.__getitem__, torch.Tensor.to
+            wanted = self.originals["item"], self.originals["__getitem__"], self.originals["to"]
+            assert all(map(operator.is_, found, wanted))
+        assert all(getattr(torch.Tensor, name) is original for name, original in self.originals.items())
+        assert all(
+            getattr(nn.Parameter, name) is original for name, original in self.originals.items() if name != "__repr__"
+        )
+
+    def test_they_are_pickled_copied_named_and_documented_as_without(self) -> None:
+        for name, original in self.originals.items():
+            method = getattr(torch.ones(()), name)
+            assert pickle.loads(pickle.dumps(original)) is original
+            assert copy.deepcopy(method.__func__ if hasattr(method, "__func__") else original) is not None
+            assert method.__name__ == name
+            assert method.__doc__ == original.__doc__
+        moved = pickle.loads(pickle.dumps(torch.ones(2).item))
+        assert type(moved) is type(torch.ones(2).item)
+
+    def test_a_tensor_on_the_cpu_has_its_own_method(self) -> None:
+        assert type(torch.ones(()).item) is type(self.originals["item"].__get__(torch.ones(())))
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda x: x.item(1),
+            lambda x: torch.ones(3).item(),
+            lambda x: x.to("nowhere"),
+            lambda x: x.to(torch.float32, nothing=1),
+            lambda x: x.copy_(),
+            lambda x: x.copy_("no tensor"),
+            lambda x: x[7],
+            lambda x: x["a"],
+            lambda x: torch.Tensor.item(),
+            lambda x: torch.Tensor.item("no tensor"),
+            lambda x: torch.Tensor.to("no tensor", torch.float32),
+            lambda x: torch.Tensor.__getitem__("no tensor", 0),
+            lambda x: operator.setitem(x, 9, 1.0),
+            lambda x: operator.delitem(x, 0),
+            lambda x: [1, 2][x],
+        ],
+    )
+    def test_wrong_calls_raise_what_they_raised(self, wrong: Callable[[Any], object]) -> None:
+        def raised() -> tuple[type[BaseException], str]:
+            try:
+                wrong(torch.ones(4))
+            except Exception as error:
+                # Python names a method by its class or by the object's.
+                return type(error), str(error).replace("TensorBase.", "Tensor.")
+            raise AssertionError("it had to raise")
+
+        within = raised()
+        self.recorded.finish()
+        assert raised() == within
+
+    @staticmethod
+    def everything(x: torch.Tensor) -> list[object]:
+        total = x.sum()
+        y = x.clone()
+        y[0] = 2.0
+        y[y > 1] = y[y > 1] + 1
+        return [
+            total.item(), float(total), int(total), bool(total), complex(total), x.tolist(), x.cpu(), x.numpy().sum(),
+            x.to(torch.float64).dtype, x.to("cpu"), x.to(torch.device("cpu")), x.to(y), y.copy_(x), x[0], x[:, 1],
+            x[..., None], x[x > 0], x[torch.tensor([0, 1])], x.nonzero(), x.unique(), x.equal(x), repr(x), y,
+        ]  # fmt: skip
+
+    def test_values_are_the_same(self) -> None:
+        within = repr(self.everything(torch.arange(6.0).reshape(2, 3)))
+        self.recorded.finish()
+        assert repr(self.everything(torch.arange(6.0).reshape(2, 3))) == within
+
+    def test_function_modes_and_subclasses_see_the_same_functions(self) -> None:
+        class Seen(TorchFunctionMode):
+            def __init__(self) -> None:
+                self.functions: list[Any] = []
+
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.functions.append(func)
+                return func(*args, **(kwargs or {}))
+
+        called: list[Any] = []
+
+        class Mine(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                called.append(func)
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        def seen() -> list[Any]:
+            called.clear()
+            with Seen() as mode:
+                self.everything(torch.arange(6.0).reshape(2, 3))
+            mine = torch.arange(6.0).reshape(2, 3).as_subclass(Mine)
+            self.everything(mine)
+            return [*mode.functions, "and", *called]
+
+        within = seen()
+        self.recorded.finish()
+        without = seen()
+        assert len(within) == len(without) > 60
+        assert [str(func) for func in within] == [str(func) for func in without]
+        assert self.originals["item"] in within
+
+    def test_dispatch_modes_see_the_same_operations(self) -> None:
+        class Seen(TorchDispatchMode):
+            def __init__(self) -> None:
+                super().__init__()
+                self.functions: list[str] = []
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.functions.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        def seen() -> list[str]:
+            with Seen() as mode:
+                self.everything(torch.arange(6.0).reshape(2, 3))
+            return mode.functions
+
+        within = seen()
+        self.recorded.finish()
+        assert within == seen()
+
+    def test_tables_of_torchs_own_methods_that_were_made_before_still_have_them(self) -> None:
+        lazy = nn.LazyLinear(4)
+        assert lazy.cpu().to(torch.float64)(torch.ones(2, 3, dtype=torch.float64)).shape == (2, 4)
+
+    def test_a_subclass_that_raises_when_it_is_asked_for_its_device(self) -> None:
+        class Shy(torch.Tensor):
+            @property
+            def is_cuda(self) -> bool:  # pyright: ignore
+                raise RuntimeError("not your business")
+
+            is_cpu = device = is_cuda  # pyright: ignore
+
+        shy = torch.ones(()).as_subclass(Shy)
+        with otel_dl.step():
+            assert shy.item() == 1.0
+            assert float(shy) == 1.0
+            assert shy.cpu().shape == ()
+
+    def test_fake_tensors_of_a_device_wait_for_none(self) -> None:
+        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            x = torch.ones(4, device="cuda")
+            with otel_dl.step():
+                with pytest.raises(DataDependentOutputException):
+                    x.sum().item()
+                assert x.cpu().device.type == "cpu"
+                assert x[:2].device.type == "cuda"
+        self.recorded.finish()
+        (step,) = self.recorded.named("train.step")
+        assert self.recorded.named("cuda.synchronize") == []
+        assert "dl.sync.summed" not in step.attributes
+
+    def test_scripts_traces_and_transforms_are_the_same(self) -> None:
+        def work(x: torch.Tensor) -> torch.Tensor:
+            y = x.to(torch.float64).cpu()
+            if bool(y.sum() > 0):
+                y[0] = y[1] * int(x.sum().item())
+            return y[y > 0]
+
+        def traced(x: torch.Tensor) -> torch.Tensor:
+            return x[0].to(torch.float64) + x[1:].cpu()
+
+        def outcome() -> list[str]:
+            x = torch.arange(4.0) + 1
+            return [
+                torch.jit.script(work).code,
+                str(torch.jit.script(work)(x)),
+                re.sub("#.*", "", str(torch.jit.trace(traced, x).graph)),  # where it says which line it came from
+                torch.fx.symbolic_trace(traced).code,
+                str(torch.func.vmap(traced)(torch.ones(2, 3))),
+                str(torch.func.grad(lambda x: x[0].to(torch.float64).sum())(x)),
+                str(torch.export.export(_Module(traced), (x,)).graph),
+            ]
+
+        within = outcome()
+        self.recorded.finish()
+        torch.jit._state._clear_class_state()
+        assert outcome() == within
+
+
+class _Module(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+# How the time is split.
+
+
+class FakeEvent:
+    """A CUDA event, on a stream whose time the test sets."""
+
+    now = 0.0
+    ready = False
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        FakeEvent.recorded += 1
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return FakeEvent.ready
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at - self.at
+
+
+class TestSplit:
+    """Of a stand-in tensor on `cuda:0`, by stand-in events."""
+
+    @pytest.fixture(autouse=True)
+    def _cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeEvent.now, FakeEvent.ready, FakeEvent.recorded = 0.0, False, 0
+        self.capturing = False
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device=device))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def on_cuda(self) -> Any:
+        return SimpleNamespace(device=torch.device("cuda:0"))
+
+    def wait(self, ms: float) -> Any:
+        from otel_dl.recording.waits import Wait
+
+        return Wait("Tensor.item", "cuda:0", None, int(ms * 1e6))
+
+    def test_what_lies_between_the_events_is_copying_and_the_rest_waiting(self) -> None:
+        splits, wait = split.Split(), self.wait(52.0)
+        mark = splits.begin(self.on_cuda())
+        FakeEvent.now = 2.0
+        splits.end(mark, wait)
+        assert "dl.sync.wait_ms" not in wait.attributes(), "the device has not said so yet, and is not waited for"
+        FakeEvent.ready = True
+        splits.end(splits.begin(self.on_cuda()), None)
+        said = wait.attributes()
+        assert (said["dl.sync.wait_ms"], said["dl.sync.copy_ms"]) == (50.0, 2.0)
+
+    def test_events_are_used_again(self) -> None:
+        splits = split.Split()
+        FakeEvent.ready = True
+        marks = [splits.begin(self.on_cuda())]
+        for _ in range(10):
+            splits.end(marks[-1], None)
+            marks.append(splits.begin(self.on_cuda()))
+        assert len({id(mark[0]) for mark in marks}) <= 2
+
+    def test_nothing_is_recorded_while_a_stream_is_captured(self) -> None:
+        self.capturing = True
+        assert split.Split().begin(self.on_cuda()) is None
+        assert FakeEvent.recorded == 0
+
+    def test_of_other_devices_nothing_is(self) -> None:
+        assert split.Split().begin(torch.ones(2)) is None
+        assert FakeEvent.recorded == 0
+
+    def test_a_device_that_has_failed_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(self: Any, stream: Any) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        monkeypatch.setattr(FakeEvent, "record", fail)
+        splits = split.Split()
+        assert splits.begin(self.on_cuda()) is None
+        monkeypatch.undo()
+        assert splits.begin(self.on_cuda()) is None
+
+    def test_it_is_for_steps_that_the_head_keeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[Any] = []
+        monkeypatch.setattr(split.Split, "begin", lambda self, given: asked.append(given))
+        meta = torch.ones((), device="meta")
+        for head, times in ((None, 1), (NeverHead(), 0)):
+            asked.clear()
+            with recording(head), otel_dl.step(), pytest.raises(RuntimeError):
+                meta.item()
+            assert len(asked) == times
+
+
+# Batches.
+
+
+class Batch:
+    """One that pins itself, as torch lets it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self.parts = [1, 2]
+
+    def pin_memory(self) -> Batch:
+        return self
+
+
+def test_pinning_within_next_is_told() -> None:
+    loader = torch.utils.data.DataLoader(range(3), batch_size=1, collate_fn=lambda items: [Batch(items[0])] * 2)
+    with recording() as recorded:
+        batches: Any = iter(loader)
+        batches._pin_memory, batches._pin_memory_device = True, None
+        for batch in batches:
+            with otel_dl.step():
+                assert len(batch) == 2
+    waits = recorded.named("cuda.synchronize")
+    nexts = {span.context.span_id for span in recorded.named("dataloader.next")}
+    assert [wait.attributes["dl.sync.op"] for wait in waits] == ["DataLoader.pin_memory"] * 3, "one a batch"
+    assert {wait.parent.span_id for wait in waits} <= nexts
+
+
+def test_pinning_while_nobody_waits_for_it_is_none() -> None:
+    from torch.utils.data._utils import pin_memory
+
+    with recording() as recorded:
+        waits = step_with(recorded, lambda: pin_memory.pin_memory([Batch(1)]))
+    assert waits == []
+
+
+@pytest.mark.parametrize("mode", ["on", "deep"])
+def test_it_is_taken_back_whole(mode: str) -> None:
+    from torch.cuda import _gpu_trace
+
+    def found() -> list[Any]:
+        return [
+            dict(vars(torch.Tensor)),
+            vars(torch.cuda)["synchronize"],
+            vars(torch.cuda.Stream)["synchronize"],
+            vars(torch.cuda.Event)["synchronize"],
+            list(_gpu_trace.StreamSynchronizationCallbacks.callback_list),
+        ]
+
+    before = found()
+    with recording(sync=mode):
+        assert found() != before
+    assert found() == before
+
+
+def test_a_wrong_mode_is_named_and_the_default_is_used() -> None:
+    from otel_dl.settings import Settings
+
+    assert Settings.read({"OTEL_DL_SYNC": "deeper"}).sync == "on"
+    assert Settings.read({"OTEL_DL_SYNC": "Deep"}).sync == "deep"
