@@ -77,7 +77,7 @@ def install(run: Run, patches: Patches, watch: Watch, loaders: Loaders) -> None:
 
 
 def _install(run: Run, patches: Patches, watch: Watch, loaders: Loaders, iterator: Any) -> None:
-    original_next: Any = vars(iterator)["__next__"]
+    original_next = _own(iterator, "__next__")
     patches.replace(iterator, INFO, None)
     patches.replace(iterator, "__next__", recorder(run, patches, _Next(watch, loaders), original_next, "Next"))
     _install_construction(run, patches, iterator)
@@ -106,7 +106,7 @@ def _install(run: Run, patches: Patches, watch: Watch, loaders: Loaders, iterato
 
 
 def _install_construction(run: Run, patches: Patches, iterator: Any) -> None:
-    original_init: Any = vars(iterator)["__init__"]
+    original_init = _own(iterator, "__init__")
 
     @functools.wraps(original_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -119,6 +119,10 @@ def _install_construction(run: Run, patches: Patches, iterator: Any) -> None:
             lane.kinds = kinds
 
     patches.replace(iterator, "__init__", __init__)
+
+
+def _own(kind: Any, name: str) -> Any:
+    return vars(kind)[name]  # pyright: ignore[reportUnknownVariableType]
 
 
 def _device(iterator: Any) -> str:

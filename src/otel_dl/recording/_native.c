@@ -1500,7 +1500,11 @@ method_bind(Method *self, PyObject *instance, PyObject *owner)
 static PyObject *
 method_getattro(PyObject *self, PyObject *name)
 {
-    return PyObject_GetAttr(((Method *)self)->original, name); /* its name, its documentation, its signature */
+    /* Its name, its documentation, its signature. Its class it has of its own, so that whoever finds it in the class's
+     * dict (torch.compile) binds it, and gets the original. */
+    if (PyUnicode_CompareWithASCIIString(name, "__class__") == 0 || PyUnicode_CompareWithASCIIString(name, "__get__") == 0)
+        return PyObject_GenericGetAttr(self, name);
+    return PyObject_GetAttr(((Method *)self)->original, name);
 }
 
 static PyObject *

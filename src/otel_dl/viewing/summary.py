@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, compilations, incidents, loading, seen, warmup
+from otel_dl.viewing import arrivals, compilations, incidents, loading, seen, waiting, warmup
 from otel_dl.viewing.arrivals import Arrivals
 from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.incidents import Incidents
 from otel_dl.viewing.loading import Loading
 from otel_dl.viewing.reading import Span, number_of, text_of
 from otel_dl.viewing.seen import Process, Ranks
+from otel_dl.viewing.waiting import Waiting
 from otel_dl.viewing.warmup import Warmup
 
 PARTS: Mapping[str, str] = {
@@ -133,6 +134,8 @@ class Summary:
     compilations: Compilations
     warmup: Warmup | None
     """One-time work; None where there was none."""
+    waiting: Waiting
+    """For a device."""
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
@@ -181,6 +184,7 @@ class _Run:
         self._seen = seen.Collector()
         self._incidents = incidents.Collector()
         self._warmup = warmup.Collector()
+        self._waiting = waiting.Collector()
         self._evaluations = self._evaluation_ns = self._dropped = 0
 
     def add(self, span: Span) -> None:
@@ -192,6 +196,7 @@ class _Run:
         self._loading.add(span)
         self._compilations.add(span)
         self._arrivals.add(span)
+        self._waiting.add(span)
         self._seen.add(span)
         self._warmup.add(span)
         is_told = self._incidents.add(span)
@@ -214,6 +219,7 @@ class _Run:
 
     def result(self, pages: Sequence[Page]) -> Summary:
         steps, phases = self._steps, self._phases
+        even = _even(steps)
         reasons = _keep_reasons(steps)
         times = _times(steps, phases) if steps else None
         compared = self._arrivals.result()
@@ -249,11 +255,14 @@ class _Run:
             ],
             failed_elsewhere=+self._failed_elsewhere,
             loading=self._loading.result(
-                {step.span_id: step.duration_ns for step in _even(steps)},
+                {step.span_id: step.duration_ns for step in even},
                 times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,
             ),
             compilations=self._compilations.result(),
             warmup=self._warmup.result(),
+            waiting=self._waiting.result(
+                {(step.trace_id, step.rank) for step in even}, sum(step.duration_ns for step in even)
+            ),
             user_spans=self.user_spans,
             dropped=self._dropped,
         )

@@ -10,14 +10,17 @@ and only one that can wait gets a function of ours. torch then calls the origina
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable
 from enum import IntEnum
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.recording import native
 
 if TYPE_CHECKING:
+    from otel_dl.patches._patching import Patches
     from otel_dl.patches.synchronization.waiting import Waiting
 
 
@@ -55,6 +58,30 @@ class Method:
 
     def __reduce__(self) -> Any:
         return copy.copy, (self.original,)  # a copy of it is itself; what is patched here is not where it is read again
+
+
+def leave_to_dynamo(patches: Patches) -> None:
+    """torch.compile looks names up in a class's dict itself, and does not bind what it finds: it gets the original
+    as well (torch/_dynamo/variables/user_defined.py: `mro_lookup` in 2.15, `inspect.getattr_static` before)."""
+    kinds = (Method,) if native.hooks is None else (Method, native.hooks.Method)
+
+    def imported(module: Any) -> None:
+        name = "mro_lookup" if hasattr(module, "mro_lookup") else "getattr_static"
+        original: Any = getattr(module, name, inspect.getattr_static)
+
+        @functools.wraps(original)
+        def look_up(owner: Any, *args: Any) -> Any:
+            found = original(owner, *args)
+            return found.__get__(None, owner) if isinstance(found, kinds) else found
+
+        if name == "mro_lookup":
+            patches.replace(module, name, look_up)
+        elif getattr(module, "inspect", None) is inspect:
+            theirs = ModuleType("inspect")
+            vars(theirs).update(vars(inspect), getattr_static=look_up)
+            patches.replace(module, "inspect", theirs)
+
+    patches.when_imported("torch._dynamo.variables.user_defined", imported)
 
 
 def is_fast(waiting: Waiting) -> bool:

@@ -58,6 +58,7 @@ def install(waiting: Waiting) -> None:
         method.replace(waiting, owner, name, form, waiting.around(f"Tensor.{name}", original, device, does, **keywords))
 
     owner: Any = torch.Tensor
+    method.leave_to_dynamo(waiting.patches)
     for name in READ:
         patch(name, Form.READS, own, Does.COPIES)
     for name in COMPUTED:
