@@ -112,6 +112,39 @@ def spans_of(*runs: Run) -> Iterator[Span]:
     )
 
 
+def test_which_lines_wait_for_the_device() -> None:
+    run = Run()
+    for number in range(4):
+        step = run.step(number, 100)
+        for line, ms, wait in ((41, 40, 39), (7, 5, None)):
+            said: dict[str, Any] = {} if wait is None else {"dl__sync__wait_ms": float(wait)}
+            run.span(
+                "cuda.synchronize", number + 1, ms, parent=step, code__file__path="/home/me/train.py",
+                code__line__number=line, dl__sync__op="Tensor.item", **said,
+            )  # fmt: skip
+        run.span("forward", number + 1, 50, parent=step, dl__sync__summed=3, dl__sync__summed_ms=0.06)
+    summary = summary_of(run)
+    assert [(one.line.number, one.count, one.total_ns, one.queued_ns) for one in summary.waiting.lines] == [
+        (41, 4, 160 * MS, 156 * MS),
+        (7, 4, 20 * MS, None),
+    ]
+    text = render_summary(summary)
+    assert "train.py:41 (Tensor.item): 40 ms a step, 40.0% of its time; 4 times in 4 kept steps; 97.5% of that" in text
+    assert "train.py:7 (Tensor.item): 5 ms a step" in text
+    assert "12 short ones without a span: 60 µs a step" in text
+
+
+def test_waits_of_an_unending_number_of_lines_are_bounded() -> None:
+    run = Run()
+    step = run.step(0, 100)
+    for line in range(1_200):
+        run.span("cuda.synchronize", 1, 1, parent=step, code__file__path="a.py", code__line__number=line)
+    summary = summary_of(run)
+    assert (len(summary.waiting.lines), summary.waiting.left_out) == (1_000, 200)
+    assert "995 more lines" in render_summary(summary)
+    assert "200 more were left out" in render_summary(summary)
+
+
 def report(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "otel_dl.cli", "report", str(directory), *arguments],

@@ -1,0 +1,197 @@
+"""Waits for the device where it is real: each kind of wait behind a kernel of known length, on one NVIDIA GPU.
+
+One of the parts of `device.py`. Imports, and needs nothing, without a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from support.inprocess import recording
+from torch import nn
+
+import otel_dl
+
+if TYPE_CHECKING:
+    from table import Table
+
+KERNEL_MS = 50.0
+OFF_MS = 3.0
+"""How far off a wait may be: the launch, the copy, and what the host takes to return."""
+
+Case = tuple[str, Callable[[], object], bool]
+
+
+def _cycles() -> int:
+    """Of `torch.cuda._sleep`, so that it lasts KERNEL_MS."""
+    lengths: list[float] = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+        end.synchronize()
+        lengths.append(begin.elapsed_time(end))
+    return int(20_000_000 * KERNEL_MS / statistics.median(lengths))
+
+
+def _cases() -> list[Case]:
+    """(operation, call, whether it is told how much of it was copying); a line for each, which is the truth."""
+    x = torch.arange(8.0, device="cuda")
+    one, flag = torch.tensor(1, device="cuda"), torch.tensor(True, device="cuda")
+    mask, host = x > 3, torch.zeros(8)
+    parameter = nn.Parameter(torch.ones(8, device="cuda"))
+    parameter.grad = torch.ones(8, device="cuda")
+    event, stream = torch.cuda.Event(), torch.cuda.current_stream()
+    return [
+        ("Tensor.item", lambda: one.item(), True),
+        ("Tensor.__bool__", lambda: bool(flag), True),
+        ("Tensor.__int__", lambda: int(one), True),
+        ("Tensor.__float__", lambda: float(one), True),
+        ("Tensor.__index__", lambda: [1, 2][one], True),
+        ("Tensor.__complex__", lambda: complex(one), True),
+        ("Tensor.tolist", lambda: x.tolist(), True),
+        ("Tensor.cpu", lambda: x.cpu(), True),
+        ("Tensor.numpy", lambda: x.numpy(force=True), True),
+        ("Tensor.to", lambda: x.to("cpu"), False),
+        ("Tensor.to", lambda: host.to("cuda"), False),
+        ("Tensor.cuda", lambda: host.cuda(), False),
+        ("Tensor.copy_", lambda: host.copy_(x), False),
+        ("Tensor.copy_", lambda: x.copy_(host), False),
+        ("Tensor.nonzero", lambda: x.nonzero(), False),
+        ("Tensor.masked_select", lambda: x.masked_select(mask), False),
+        ("Tensor.unique", lambda: x.unique(), False),
+        ("Tensor.equal", lambda: x.equal(x), False),
+        ("Tensor.__getitem__", lambda: x[mask], False),
+        ("Tensor.__repr__", lambda: repr(x), False),
+        ("Tensor.__bool__", lambda: nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True), True),
+        ("torch.cuda.synchronize", lambda: torch.cuda.synchronize(), True),
+        ("torch.cuda.Stream.synchronize", lambda: stream.synchronize(), True),
+        ("torch.cuda.Event.synchronize", lambda: (event.record(), event.synchronize()), True),
+    ]
+
+
+def each_waits_for_what_is_queued(table: Table) -> None:
+    cycles, cases = _cycles(), _cases()
+    for _, call, _ in cases:
+        call()
+    truth: list[float] = []
+    one = torch.tensor(1, device="cuda")
+    with recording() as recorded:
+        for _, call, _ in cases:
+            torch.cuda.synchronize()
+            with otel_dl.step():
+                torch.cuda._sleep(cycles)
+                began = time.perf_counter()
+                call()
+                truth.append((time.perf_counter() - began) * 1e3)
+        torch.cuda.synchronize()
+        with otel_dl.step():
+            one.item()  # the events of the last split are read here
+    steps = sorted(recorded.named("train.step"), key=lambda step: step.attributes["dl.step"])
+    for (operation, call, split), took, step in zip(cases, truth, steps, strict=False):
+        line = call.__code__.co_firstlineno
+        waits = [
+            each.attributes | {"ms": (each.end_time - each.start_time) / 1e6}
+            for each in recorded.named("cuda.synchronize")
+            if each.context.trace_id == step.context.trace_id
+        ]
+        told = [(wait["dl.sync.op"], wait.get("code.line.number"), wait.get("dl.device")) for wait in waits]
+        table.add(f"{operation} is one span, of line {line}", told, (operation, line, "cuda:0"),
+                  told == [(operation, line, "cuda:0")])  # fmt: skip
+        if len(waits) != 1:
+            continue
+        table.add(f"{operation} waits for the kernel", f"{waits[0]['ms']:.2f} ms", f"{took:.2f} ms, over {KERNEL_MS}",
+                  abs(waits[0]["ms"] - took) < 1 and waits[0]["ms"] > KERNEL_MS - OFF_MS)  # fmt: skip
+        if split:
+            wait, copy = waits[0].get("dl.sync.wait_ms", 0.0), waits[0].get("dl.sync.copy_ms", 0.0)
+            ok = abs(wait - KERNEL_MS) < OFF_MS and copy < OFF_MS
+            table.add(f"{operation}: waiting and copying", f"{wait:.2f} and {copy:.2f} ms",
+                      f"{KERNEL_MS:g} and 0, ± {OFF_MS:g}", ok)  # fmt: skip
+
+
+def a_copy_is_told_from_waiting(table: Table) -> None:
+    """The other way around: nothing is queued, and there is much to copy into pageable memory."""
+    large, one = torch.ones(256 * 2**20, dtype=torch.uint8, device="cuda"), torch.tensor(1, device="cuda")
+    large.cpu()
+    torch.cuda.synchronize()
+    with recording() as recorded:
+        with otel_dl.step():
+            large.cpu()
+        torch.cuda.synchronize()
+        with otel_dl.step():
+            one.item()
+    wait = max(recorded.named("cuda.synchronize"), key=lambda each: each.end_time - each.start_time)
+    ms, said = (wait.end_time - wait.start_time) / 1e6, wait.attributes
+    table.add("256 MiB.cpu() with nothing queued is copying", f"{said.get('dl.sync.copy_ms', 0.0):.2f} ms",
+              f"most of {ms:.2f} ms", said.get("dl.sync.copy_ms", 0.0) > 0.8 * ms)  # fmt: skip
+
+
+def nothing_is_waited_for_on_top(table: Table) -> None:
+    """What needs no wait takes no longer, and what does, no longer than the device needs."""
+    cycles = _cycles()
+    x, host = torch.ones(8, device="cuda"), torch.zeros(8, pin_memory=True)
+    with recording():
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        began = time.perf_counter()
+        for _ in range(100):
+            host.to("cuda", non_blocking=True)
+            x[0], x.to(torch.float64), x[x.long()]
+        queued = (time.perf_counter() - began) * 1e3
+        torch.cuda.synchronize()
+    table.at_most("100 times what is not waited for, behind the kernel", queued, KERNEL_MS / 2)
+
+    def loop() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(2_000):
+            with otel_dl.step():
+                (x + 1).sum().item()
+        return (time.perf_counter() - began) / 2_000 * 1e6
+
+    added: list[float] = []
+    loop()
+    for turn in range(10):
+        took: dict[str, float] = {}
+        for mode in ("off", "on") if turn % 2 else ("on", "off"):
+            with recording(sync=mode):
+                took[mode] = loop()
+        added.append(took["on"] - took["off"])
+    table.at_most("added to a kept step's .item() (median of 10 pairs)", statistics.median(added), 30, "us")
+
+
+def deep(table: Table) -> None:
+    """Last: torch's GPU trace stays on until the process ends."""
+    x = torch.arange(8.0, device="cuda")
+    with recording(sync="deep") as recorded:
+        with otel_dl.step():
+            torch.nonzero(x)
+        with otel_dl.step():
+            torch.masked_select(x, x > 3)
+        with otel_dl.step():
+            x.sum().item()
+    told: dict[int, list[Any]] = {}
+    for each in recorded.named("cuda.synchronize"):
+        told.setdefault(each.context.trace_id, []).append(each.attributes["dl.sync.op"])
+    steps = [step.context.trace_id for step in recorded.named("train.step")]
+    for name, trace in zip(("torch.nonzero", "torch.masked_select"), steps, strict=False):
+        table.add(f"deep sees {name}", told.get(trace), "cudaStreamSynchronize",
+                  "cudaStreamSynchronize" in told.get(trace, []))  # fmt: skip
+    table.add("deep tells a wait within .item() once", told.get(steps[2], []), "Tensor.item at most",
+              set(told.get(steps[2], [])) <= {"Tensor.item"})  # fmt: skip
+
+
+def check(table: Table) -> None:
+    each_waits_for_what_is_queued(table)
+    a_copy_is_told_from_waiting(table)
+    nothing_is_waited_for_on_top(table)
+    deep(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit("One of the parts of device.py, which runs it.")
