@@ -339,6 +339,7 @@ class TestUnseen:
             assert float(shy) == 1.0
             assert shy.cpu().shape == ()
 
+    @pytest.mark.skipif(not HAS_DEVICE, reason="torch 2.4 asks CUDA's driver about fake tensors as well")
     def test_fake_tensors_of_a_device_wait_for_none(self) -> None:
         from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -373,7 +374,7 @@ class TestUnseen:
                 torch.fx.symbolic_trace(traced).code,
                 str(torch.func.vmap(traced)(torch.ones(2, 3))),
                 str(torch.func.grad(lambda x: x[0].to(torch.float64).sum())(x)),
-                str(torch.export.export(_Module(traced), (x,)).graph),
+                *([str(torch.export.export(_Module(traced), (x,)).graph)] if HAS_DEVICE else []),
             ]
 
         within = outcome()
