@@ -140,6 +140,7 @@ ALL_TARGETS = {
     "optimizer",
     "grad_scaler",
     "dataloader",
+    "synchronization",
     "processes",
     "process groups",
 }
