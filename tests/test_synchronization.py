@@ -1,6 +1,6 @@
 """The host's waits for a device: what is told of them, and that nothing else can tell they are looked for.
 
-There is no GPU here: the device is a stand-in that torch takes for an accelerator (`support/device.py`).
+There is no GPU here: the device is a stand-in that torch takes for an accelerator (`support/accelerator.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import torch
-from support import device
+from support import accelerator as device
 from support.inprocess import recording
 from support.validate import from_sdk, validate
 from torch import nn
