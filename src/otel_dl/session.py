@@ -17,7 +17,7 @@ from otel_dl.export.provider import Connection, connect
 from otel_dl.forensics.folder import StatusFolder
 from otel_dl.lifecycle import Ending
 from otel_dl.log import logger, say
-from otel_dl.patches import collectives, compilation, cudnn, process_groups, processes, training
+from otel_dl.patches import collectives, compilation, cudnn, device, process_groups, processes, training
 from otel_dl.patches import dataloader as dataloader_patches
 from otel_dl.patches._patching import Patches
 from otel_dl.patches.workers import Watch
@@ -128,6 +128,7 @@ class Session:
             **training.INSTALLERS,
             **compilation.INSTALLERS,
             "convolutions": cudnn.install,
+            "device time": device.install,
             "dataloader": dataloader,
             "processes": ranks,
             "process groups": process_groups.install,

@@ -162,6 +162,12 @@ class Settings:
         _integer(0, 10_000),
         "convolutions that found cuDNN's plan and become spans, of a step that the sampler keeps; the rest are summed",
     )
+    device_events: bool = _setting(
+        True,
+        "OTEL_DL_DEVICE_EVENTS",
+        BOOLEAN,
+        "false: no events are recorded on a GPU's stream, and `dl.device.duration_ms` and `dl.memory.*` are absent",
+    )
     native: bool = _setting(
         True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"
     )
