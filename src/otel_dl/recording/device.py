@@ -144,13 +144,14 @@ class DeviceTime:
         self._run.observers.of_steps(self._at_step)
 
     def _at_step(self, kind: int, begins: bool, instant: int) -> None:
+        step = self._run.current if begins else None
         if begins:
-            step = self._run.current
             detailed = step is not None and (step.head or not step.number)
             if detailed or self._run.fast.on_phase is not None:
                 self._run.observers.of_phases(self._at_phase, detailed)
             self._detailed, self._room = detailed, OF_A_STEP
-        if clock() - instant <= LATE_NS:
+        # The first one's beginning is late because the run began with it.
+        if clock() - instant <= LATE_NS or (step is not None and not step.number):
             self._mark(instant)
             if self._detailed and instant not in self._memory:
                 self._note_memory(instant)
