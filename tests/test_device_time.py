@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from support.validate import from_sdk, validate
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from otel_dl.patches.device import TorchDevice, built_for
 from otel_dl.recording.device import IN_FLIGHT, Memory
 from otel_dl.recording.held import Held
 from otel_dl.recording.keep import NeverHead
@@ -368,6 +371,32 @@ def test_after_uninstrument_nothing_is_recorded(in_c: bool) -> None:
     assert device.calls == []
 
 
+def test_a_run_that_another_thread_ends_asks_the_device_nothing(in_c: bool) -> None:
+    """As after SIGTERM, when the thread that trains may be stuck in the driver."""
+    device = StandInDevice()
+    with recording(native=in_c) as recorded:
+        use(recorded.run, device)
+        Loop(device)(3)
+        device.run()
+        device.calls.clear()
+        ending = threading.Thread(target=recorded.run.finish)
+        ending.start()
+        ending.join()
+        assert device.calls == []
+
+
+def test_the_end_of_the_run_records_no_more_event(in_c: bool) -> None:
+    device = StandInDevice()
+    with recording(native=in_c) as recorded:
+        use(recorded.run, device)
+        loop = Loop(device)
+        loop.update(*next(loop.batches(3)))
+        device.run()
+        before = device.recorded
+    assert device.recorded == before
+    assert duration(steps(recorded)[0]) == WHOLE - 50_000, "until its last phase"
+
+
 def test_of_several_devices_each_has_its_own_events_and_no_duration_goes_from_one_to_another(in_c: bool) -> None:
     device = StandInDevice(eager=True)
     with recording(native=in_c) as recorded:
@@ -547,3 +576,47 @@ def test_a_driver_that_fails_then_changes_nothing(in_c: bool, call: str) -> None
             loop.update(*batch)
     (failed,) = recorded.named("forward")
     assert failed.status.description == "full"
+
+
+# The real one, where there is no device.
+
+
+def test_torchs_own_device_is_asked_and_never_begun() -> None:
+    device = built_for()
+    if device is None:
+        pytest.skip("this torch was built for no device that has events")
+    assert device.type in ("cuda", "xpu")
+    with recording() as recorded:
+        Loop(StandInDevice())(3)
+        assert recorded.run.device._driver is not None
+        assert recorded.run.device.awaited == (not device.is_on())
+    assert not torch.cuda.is_initialized()
+
+
+def test_what_torchs_device_is_asked_is_there() -> None:
+    """Where the names it uses are gone, the device's time would silently be."""
+    module = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_device=lambda: 3,
+        is_current_stream_capturing=lambda: False,
+        Event=torch.cuda.Event,
+        memory=SimpleNamespace(
+            memory_stats_as_nested_dict=lambda device: {
+                "allocated_bytes": {"all": {"current": device, "peak": 5}},
+                "reserved_bytes": {"all": {"current": 7}},
+                "num_alloc_retries": 2,
+            }
+        ),
+        mem_get_info=lambda device: (11, 12),
+    )
+    for name in vars(module):
+        assert hasattr(torch.cuda, name), name
+    assert hasattr(torch.cuda.memory, "memory_stats_as_nested_dict")
+    for name in ("record", "query", "elapsed_time"):
+        assert hasattr(torch.cuda.Event, name)
+    device = TorchDevice("cuda", module)
+    assert device.current() == 3
+    assert device.memory(1) == Memory(1, 5, 7, 2)
+    assert device.free(1) == 11
+    module.memory.memory_stats_as_nested_dict = lambda device: {}
+    assert TorchDevice("xpu", module).memory(0) == Memory()

@@ -118,8 +118,8 @@ class Builder:
                 if perf_counter() > until:
                     return bool(closed)
             # What happened in a step that waits is its own.
-            waiting = (step.number + 1 for step in tuple(closed) if isinstance(step, Step))
-            self._leftovers(min(decided, *waiting, decided))
+            waiting = [step.number + 1 for step in tuple(closed) if isinstance(step, Step)]
+            self._leftovers(min([decided, *waiting]))
         except Exception as error:
             self._fault(error)
         return False

@@ -44,6 +44,12 @@ class Observers:
             self._of_steps = _with(self._of_steps, observer, wanted)
             self._fast.on_step = _composed(self._of_steps)
 
+    def leave(self) -> None:
+        """Nobody is told any more: the run ends in another thread than the one that tells."""
+        with self._lock:
+            self._of_phases = self._of_steps = ()
+            self._fast.on_phase = self._fast.on_step = None
+
     def step_begins(self, instant: int) -> None:
         """At `instant`, which may lie in the past, as that of an end: a boundary may be known only later."""
         if self._fast.on_step is not None:

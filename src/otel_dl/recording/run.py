@@ -391,6 +391,9 @@ class Run:
         """Closes what is open: the run ends, by `error` or by SIGTERM where one of them ends the process."""
         # The end of the process may run in a thread of its own.
         lane: Lane = self.stepper or self.main or self.local.lane
+        self.device.stop()  # its queue may be full: then recording one more event would wait
+        if lane.thread is not threading.current_thread():
+            self.observers.leave()
         lost = self.ranks.lost() if terminated else None
         cut_off: Failure | None = None
         if lost is not None:
