@@ -2,108 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from support import children
-from support.device import StandInDevice, use
+from support.device import PHASES, WHOLE, Loop, StandInDevice, check, duration, phases, steps, use
 from support.inprocess import Recorded, recording
-from support.loops import Points, network, seed
-from support.phases import lines
-from support.validate import from_sdk, validate
-from torch import Tensor
-from torch.utils.data import DataLoader
 
-from otel_dl.patches.device import TorchDevice, built_for
-from otel_dl.recording.device import IN_FLIGHT, Memory
+from otel_dl.recording.device import IN_FLIGHT
 from otel_dl.recording.held import Held
 from otel_dl.recording.keep import NeverHead
-from otel_dl.recording.lane import FORWARD
-
-GIB = 2**30
-
-
-@pytest.fixture(params=[True, False], ids=["C", "Python"])
-def in_c(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that is busy with other things an event may be late."""
-    monkeypatch.setattr("otel_dl.recording.device.LATE_NS", 10**12)
-
-
-class Loop:
-    """Steps that queue on the device, in milliseconds: 1 in `next`, 20 in forward, 300 in backward, 4000 in the
-    optimizer, and 50000 after it. `turn` is called at the end of each."""
-
-    def __init__(self, device: StandInDevice) -> None:
-        seed()
-        self.device = device
-        self.model = network()
-        self.losses: list[float] = []
-
-        class Queueing(Points):
-            def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-                device.work(0.25)
-                return super().__getitem__(index)
-
-        class QueueingSGD(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                device.work(4000)
-                return super().step(closure)
-
-        self._data = Queueing
-        self.optimizer = QueueingSGD(self.model.parameters(), lr=0.1)
-        self.model.register_forward_pre_hook(lambda *_: device.work(20))
-
-    def batches(self, steps: int) -> Iterator[Any]:
-        return iter(DataLoader(self._data(4 * steps), batch_size=4))
-
-    def update(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(self.model(x), y)
-        loss.register_hook(lambda _: self.device.work(300))
-        loss.backward()
-        self.optimizer.step()
-        self.losses.append(loss.item())
-        self.device.work(50_000)
-
-    def __call__(self, steps: int, turn: Callable[[int], object] = lambda number: None) -> None:
-        for number, (x, y) in enumerate(self.batches(steps)):
-            self.update(x, y)
-            turn(number)
-
-
-WHOLE = 54_321.0
-PHASES = {
-    "dataloader.next": 1.0,
-    "optimizer.zero_grad": 0.0,
-    "forward": 20.0,
-    "backward": 300.0,
-    "optimizer.step": 4000.0,
-}
-
-
-def duration(span: Any) -> float | None:
-    return span.attributes.get("dl.device.duration_ms")
-
-
-def steps(recorded: Recorded) -> dict[int, Any]:
-    return {span.attributes["dl.step"]: span for span in recorded.named("train.step")}
-
-
-def phases(recorded: Recorded, number: int) -> dict[str, float | None]:
-    trace_id = steps(recorded)[number].context.trace_id
-    return {name: duration(span) for name in PHASES for span in recorded.named(name)
-            if span.context.trace_id == trace_id}  # fmt: skip
 
 
 def turn(recorded: Recorded) -> None:
@@ -112,10 +19,6 @@ def turn(recorded: Recorded) -> None:
     assert builder is not None
     with builder._lock:
         builder._turn(float("inf"))
-
-
-def check(recorded: Recorded) -> None:
-    assert validate([from_sdk(span) for span in recorded.spans], whole=False) == []
 
 
 def test_phases_and_steps_say_how_long_the_device_took_for_what_was_queued_in_them(in_c: bool) -> None:
@@ -281,12 +184,12 @@ def test_a_step_that_a_peer_asks_for_later_has_it_too(in_c: bool) -> None:
 def test_an_event_that_comes_too_late_for_a_steps_boundary_is_none(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = StandInDevice(eager=True)
     with recording(NeverHead(), native=in_c) as recorded:
-        use(recorded.run, device)
+        time = use(recorded.run, device)
 
         def late(number: int) -> None:
             if number == 10:
                 before.append(device.recorded)
-                monkeypatch.setattr("otel_dl.recording.device.LATE_NS", 0)
+                time.late_ns = 0
 
         before: list[int] = []
         Loop(device)(20, late)
@@ -412,211 +315,3 @@ def test_of_several_devices_each_has_its_own_events_and_no_duration_goes_from_on
             .attributes["dl.device"] for step in steps(recorded).values()] == [
         "cuda:0", "cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:0"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", ["is_on", "record", "query", "elapsed_time", "current", "is_capturing", "event",
-                                  "memory"])  # fmt: skip
-def test_a_driver_that_disappears_is_told_once_and_training_goes_on(
-    in_c: bool, call: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = StandInDevice(eager=True)
-    if call == "is_on":
-        device.on = False
-    alone = Loop(StandInDevice())
-    alone(12)
-    with recording(native=in_c) as recorded, caplog.at_level(logging.WARNING, "otel_dl"):
-        use(recorded.run, device)
-
-        def fail(number: int) -> None:
-            if number == 5:
-                device.failing[call] = RuntimeError("CUDA error: an illegal memory access was encountered")
-                device.eager = call != "event"  # one that falls behind needs another one soon
-                device.calls.clear()
-
-        loop = Loop(device)
-        loop(12, fail)
-    assert loop.losses == alone.losses
-    assert device.calls.count(call) == 1
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "illegal memory access" in message
-    assert "Training goes on" in message
-    assert lines(recorded.spans, "train.step") == ["next zero_grad forward backward optimizer"] * 12
-
-
-@pytest.mark.parametrize("call", ["record", "query", "memory"])
-def test_what_a_signal_handler_raises_while_the_driver_is_asked_arrives(in_c: bool, call: str) -> None:
-    device = StandInDevice(eager=True)
-    called, done = device.called, 0
-
-    def interrupted(name: str) -> None:
-        called(name)
-        if name == call and done == 5:
-            device.called = called  # type: ignore[method-assign]
-            signal.raise_signal(signal.SIGINT)
-
-    device.called = interrupted  # type: ignore[method-assign]
-    with recording(native=in_c) as recorded:
-        use(recorded.run, device)
-        loop = Loop(device)
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            for done, batch in enumerate(loop.batches(10)):  # noqa: B007
-                loop.update(*batch)
-        Loop(device)(4)
-    assert len(lines(recorded.spans, "train.step")) >= 8
-
-
-FORKED = """
-import os, sys
-from support.device import StandInDevice, use
-from support.inprocess import recording
-import test_device_time as tests
-
-device = StandInDevice(eager=True)
-with recording() as recorded:
-    use(recorded.run, device)
-    loop = tests.Loop(device)
-    batches = loop.batches(9)
-    for _ in range(3):
-        loop.update(*next(batches))
-    child = os.fork()
-    if child == 0:
-        device.calls.clear()
-        tests.Loop(device)(4)
-        os._exit(0 if device.calls == [] else 1)
-    _, status = os.waitpid(child, 0)
-    for batch in batches:
-        loop.update(*batch)
-print(os.waitstatus_to_exitcode(status), [tests.duration(tests.steps(recorded)[number]) for number in range(8)])
-"""
-
-
-def test_a_forked_child_asks_the_device_nothing_and_the_parent_goes_on() -> None:
-    result = children.run(FORKED, {"PYTHONPATH": f"{children.SOURCE}:{children.SOURCE.parent / 'tests'}"}, timeout=120)
-    assert result.code == 0, result
-    assert result.stdout.strip() == f"0 {[WHOLE] * 8}"
-
-
-# Memory.
-
-
-def test_the_peak_is_told_of_the_step_that_raised_it_and_retries_are_counted(in_c: bool) -> None:
-    device = StandInDevice(eager=True)
-    peaks = {1: 5 * GIB, 3: 7 * GIB, 6: 1 * GIB}  # in step 6 the user resets it
-    with recording(native=in_c) as recorded:
-        use(recorded.run, device)
-        loop = Loop(device)
-        for number, batch in enumerate(loop.batches(9)):
-            peak = peaks.get(number, device.said.peak)
-            device.said = device.said._replace(peak=peak, retries=(device.said.retries or 0) + (number == 4))
-            loop.update(*batch)
-    said = {number: span.attributes for number, span in steps(recorded).items()}
-    told = {number: each.get("dl.memory.peak_bytes") for number, each in said.items()}
-    assert {number: peak for number, peak in told.items() if peak is not None} == {1: 5 * GIB, 3: 7 * GIB}
-    assert [said[number]["dl.memory.alloc_retries"] for number in range(8)] == [0, 0, 0, 0, 1, 0, 0, 0]
-    check(recorded)
-
-
-@pytest.mark.parametrize("events", ["true", "false"])
-def test_out_of_memory_says_where_and_what_the_allocator_had(in_c: bool, events: str) -> None:
-    device = StandInDevice(eager=True)
-    device.said = Memory(70 * GIB, 71 * GIB, 78 * GIB, 0, GIB // 2)
-    with recording(native=in_c, device_events=events) as recorded:
-        use(recorded.run, device, recorded.run.settings.device_events)
-        loop = Loop(device)
-        for number, (x, y) in enumerate(loop.batches(6)):
-            if number == 3:
-
-                def full(*_: Any) -> None:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-
-                hook = loop.model[2].register_forward_pre_hook(full)
-                with pytest.raises(torch.OutOfMemoryError):
-                    loop.update(x, y)
-                hook.remove()
-                device.said = device.said._replace(allocated=GIB)
-            else:
-                loop.update(x, y)
-    told = "in forward on cuda:0, 70.00 GiB allocated, 78.00 GiB reserved, 0.50 GiB free; CUDA out of memory. Tried to"
-    failed = [span for span in recorded.spans if span.attributes.get("error.type") == "torch.OutOfMemoryError"]
-    assert {span.name for span in failed} == {"train.step", "forward"}
-    for span in failed:
-        assert span.status.description.startswith(told)
-
-
-def test_of_nested_phases_the_innermost_says_where_the_memory_ran_out() -> None:
-    device = StandInDevice()
-    device.said = Memory(GIB, GIB, GIB, 0)
-    with recording() as recorded:
-        time = use(recorded.run, device)
-        error = torch.OutOfMemoryError("full")
-        inner = time.out_of_memory(error, FORWARD, outermost=False)
-        device.said = Memory(0, GIB, GIB, 0)
-        assert (
-            time.out_of_memory(error, 16, outermost=True)
-            == inner
-            == ("in forward on cuda:0, 1.00 GiB allocated, 1.00 GiB reserved")
-        )
-        assert time.out_of_memory(error, 16, outermost=True).startswith("in optimizer.step on cuda:0, 0.00 GiB")
-
-
-@pytest.mark.parametrize("call", ["is_on", "current", "memory", "free"])
-def test_a_driver_that_fails_then_changes_nothing(in_c: bool, call: str) -> None:
-    device = StandInDevice(eager=True)
-    with recording(native=in_c, device_events="false") as recorded:
-        use(recorded.run, device, False)
-        loop = Loop(device)
-        device.failing[call] = RuntimeError("no driver")
-        batch = next(loop.batches(2))
-
-        def full(*_: Any) -> None:
-            raise torch.OutOfMemoryError("full")
-
-        loop.model.register_forward_pre_hook(full)
-        with pytest.raises(torch.OutOfMemoryError, match=r"^full$"):
-            loop.update(*batch)
-    (failed,) = recorded.named("forward")
-    assert failed.status.description == "full"
-
-
-# The real one, where there is no device.
-
-
-def test_torchs_own_device_is_asked_and_never_begun() -> None:
-    device = built_for()
-    if device is None:
-        pytest.skip("this torch was built for no device that has events")
-    assert device.type in ("cuda", "xpu")
-    with recording() as recorded:
-        Loop(StandInDevice())(3)
-        assert recorded.run.device._driver is not None
-        assert recorded.run.device.awaited == (not device.is_on())
-    assert not torch.cuda.is_initialized()
-
-
-def test_what_torchs_device_is_asked_is_there() -> None:
-    """Where the names it uses are gone, the device's time would silently be."""
-    module = SimpleNamespace(
-        is_initialized=lambda: True,
-        current_device=lambda: 3,
-        is_current_stream_capturing=lambda: False,
-        Event=torch.cuda.Event,
-        memory=SimpleNamespace(
-            memory_stats_as_nested_dict=lambda device: {
-                "allocated_bytes": {"all": {"current": device, "peak": 5}},
-                "reserved_bytes": {"all": {"current": 7}},
-                "num_alloc_retries": 2,
-            }
-        ),
-        mem_get_info=lambda device: (11, 12),
-    )
-    for name in vars(module):
-        assert hasattr(torch.cuda, name), name
-    assert hasattr(torch.cuda.memory, "memory_stats_as_nested_dict")
-    for name in ("record", "query", "elapsed_time"):
-        assert hasattr(torch.cuda.Event, name)
-    device = TorchDevice("cuda", module)
-    assert device.current() == 3
-    assert device.memory(1) == Memory(1, 5, 7, 2)
-    assert device.free(1) == 11
-    module.memory.memory_stats_as_nested_dict = lambda device: {}
-    assert TorchDevice("xpu", module).memory(0) == Memory()

@@ -1,9 +1,18 @@
-"""A device that runs when it is told to: what is queued on its one stream, in order, by a clock of its own."""
+"""A device that runs when it is told to: what is queued on its one stream, in order, by a clock of its own; and a
+training that queues."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+from support.inprocess import Recorded
+from support.loops import Points, network, seed
+from support.validate import from_sdk, validate
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from otel_dl.recording.device import DeviceTime, Memory
 from otel_dl.recording.run import Run
@@ -118,5 +127,76 @@ class StandInDevice:
 
 def use(run: Run, device: Any, events: bool = True) -> DeviceTime:
     """`run` has this device."""
-    run.device = DeviceTime(run, device, events)
-    return run.device
+    run.device = time = DeviceTime(run, device, events)
+    time.late_ns = 10**12  # the machine may be busy with other things
+    return time
+
+
+class Loop:
+    """Steps that queue on the device, in milliseconds: 1 in `next`, 20 in forward, 300 in backward, 4000 in the
+    optimizer, and 50000 after it. `turn` is called at the end of each."""
+
+    def __init__(self, device: StandInDevice) -> None:
+        seed()
+        self.device = device
+        self.model = network()
+        self.losses: list[float] = []
+
+        class Queueing(Points):
+            def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+                device.work(0.25)
+                return super().__getitem__(index)
+
+        class QueueingSGD(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                device.work(4000)
+                return super().step(closure)
+
+        self._data = Queueing
+        self.optimizer = QueueingSGD(self.model.parameters(), lr=0.1)
+        self.model.register_forward_pre_hook(lambda *_: device.work(20))
+
+    def batches(self, steps: int) -> Iterator[Any]:
+        return iter(DataLoader(self._data(4 * steps), batch_size=4))
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(self.model(x), y)
+        loss.register_hook(lambda _: self.device.work(300))
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        self.device.work(50_000)
+
+    def __call__(self, steps: int, turn: Callable[[int], object] = lambda number: None) -> None:
+        for number, (x, y) in enumerate(self.batches(steps)):
+            self.update(x, y)
+            turn(number)
+
+
+WHOLE = 54_321.0
+PHASES = {
+    "dataloader.next": 1.0,
+    "optimizer.zero_grad": 0.0,
+    "forward": 20.0,
+    "backward": 300.0,
+    "optimizer.step": 4000.0,
+}
+
+
+def duration(span: Any) -> float | None:
+    return span.attributes.get("dl.device.duration_ms")
+
+
+def steps(recorded: Recorded) -> dict[int, Any]:
+    return {span.attributes["dl.step"]: span for span in recorded.named("train.step")}
+
+
+def phases(recorded: Recorded, number: int) -> dict[str, float | None]:
+    trace_id = steps(recorded)[number].context.trace_id
+    return {name: duration(span) for name in PHASES for span in recorded.named(name)
+            if span.context.trace_id == trace_id}  # fmt: skip
+
+
+def check(recorded: Recorded) -> None:
+    assert validate([from_sdk(span) for span in recorded.spans], whole=False) == []

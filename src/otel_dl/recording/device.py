@@ -113,6 +113,7 @@ class DeviceTime:
         self._driver = driver
         self.awaited = driver is not None and events
         """Whether the process may come to use the device, which `look_for_it` finds out."""
+        self.late_ns = LATE_NS
         self._detailed = False
         """Whether phases of the open step are marked: the head keeps it."""
         self._room = 0
@@ -151,7 +152,7 @@ class DeviceTime:
                 self._run.observers.of_phases(self._at_phase, detailed)
             self._detailed, self._room = detailed, OF_A_STEP
         # The first one's beginning is late because the run began with it.
-        if clock() - instant <= LATE_NS or (step is not None and not step.number):
+        if clock() - instant <= self.late_ns or (step is not None and not step.number):
             self._mark(instant)
             if self._detailed and instant not in self._memory:
                 self._note_memory(instant)
