@@ -125,21 +125,23 @@ class Lane(LaneState):
         start = start or clock()
         kinds = self.kinds
         self.kinds = kinds | kind
-        if self.bounds:
-            run = self.run
+        run = self.run
+        fast = run.fast
+        if fast.lane is self or (fast.lane is None and self._main):  # `bounds`, without a call
             run.status.begin((kinds & _PHASES).bit_count(), kind, start)
-            if run.fast.on_phase is not None:
-                run.fast.on_phase(kind, True, start)
+            if fast.on_phase is not None:
+                fast.on_phase(kind, True, start)
         return start
 
     def _over(self, kind: int, end: int) -> None:
         """The innermost open phase, which is of this kind, is open no more."""
         self.kinds = kinds = self.kinds & ~kind
-        if self.bounds:
-            run = self.run
+        run = self.run
+        fast = run.fast
+        if fast.lane is self or (fast.lane is None and self._main):
             run.status.end((kinds & _PHASES).bit_count(), end)
-            if run.fast.on_phase is not None:
-                run.fast.on_phase(kind, False, end)
+            if fast.on_phase is not None:
+                fast.on_phase(kind, False, end)
 
     def end(self, kind: int, start: int, batch: tuple[Any, ...] | None = None) -> None:
         """The innermost open phase, which is of this kind and began at `start`, ends."""
