@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from support.device import AsynchronousDevice, use
+from support.inprocess import recording
+from support.loops import Points, network, seed, sgd, update
+from support.validate import from_sdk
 from test_report import Run, summary_of
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from otel_dl.viewing.summary import summarize
 from otel_dl.viewing.text import render_summary
 
 PHASES = ("dataloader.next", "forward", "backward", "optimizer.step", "optimizer.zero_grad")
@@ -77,3 +85,38 @@ def test_the_peak_and_the_retries_of_the_allocator() -> None:
         "Device memory  at most 3.00 GiB given out, reached in step 1; 3 allocations had to free cached blocks first"
         " (each waits for the device)"
     ) in render_summary(summary_of(run)).splitlines()
+
+
+@pytest.mark.parametrize("queues_ahead", [True, False], ids=["queued work", "an idle device"])
+def test_of_a_training_whose_data_is_slow_it_tells_whether_the_device_waits_too(queues_ahead: bool) -> None:
+    """Reading a batch takes 8 ms, the step's work on the device 20; the host waits for it before it reads, or not."""
+    device = AsynchronousDevice()
+
+    class Slow(Points):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            time.sleep(0.002)
+            return super().__getitem__(index)
+
+    seed()
+    model = network()
+    optimizer = sgd(model)
+    model.register_forward_pre_hook(lambda *_: device.work(20))
+    with recording() as recorded:
+        use(recorded.run, device)
+        for x, y in DataLoader(Slow(4 * 12), batch_size=4):
+            update(model, optimizer, x, y)
+            if not queues_ahead:
+                device.wait()
+        device.wait()
+    (summary,) = summarize(from_sdk(span) for span in recorded.spans)
+    times = summary.device
+    assert times is not None
+    assert times.steps == 11, "all but the first, which is kept as warm-up"
+    if queues_ahead:
+        assert times.wait.device < 0.02
+        assert times.queued > times.wait.host - 0.02
+        assert "works off what was queued before" in render_summary(summary)
+    else:
+        assert times.wait.device == pytest.approx(times.wait.host, rel=0.2)
+        assert times.queued < 0.05
+        assert "waits for data as the host does" in render_summary(summary)

@@ -3,6 +3,7 @@ training that queues."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -200,3 +201,40 @@ def phases(recorded: Recorded, number: int) -> dict[str, float | None]:
 
 def check(recorded: Recorded) -> None:
     assert validate([from_sdk(span) for span in recorded.spans], whole=False) == []
+
+
+class AsynchronousDevice(StandInDevice):
+    """One that works by itself, in real time, while the host does other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free_at = 0.0
+        """When it is done with what was queued so far: milliseconds of `time.perf_counter`."""
+
+    def now(self) -> float:
+        return time.perf_counter() * 1e3
+
+    def work(self, ms: float) -> None:
+        self.free_at = max(self.free_at, self.now()) + ms
+
+    def event(self) -> Any:
+        return AsynchronousEvent(self)
+
+    def wait(self) -> None:
+        """The script's own `torch.cuda.synchronize()`."""
+        time.sleep(max(0.0, self.free_at - self.now()) / 1e3)
+
+
+class AsynchronousEvent:
+    def __init__(self, device: AsynchronousDevice) -> None:
+        self._device = device
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = max(self._device.free_at, self._device.now())
+
+    def query(self) -> bool:
+        return self._device.now() >= self.at
+
+    def elapsed_time(self, end_event: AsynchronousEvent) -> float:
+        return end_event.at - self.at

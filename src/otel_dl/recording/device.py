@@ -114,6 +114,8 @@ class DeviceTime:
         self.awaited = driver is not None and events
         """Whether the process may come to use the device, which `look_for_it` finds out."""
         self.late_ns = LATE_NS
+        self._on = False
+        """Whether boundaries are observed."""
         self._detailed = False
         """Whether phases of the open step are marked: the head keeps it."""
         self._room = 0
@@ -141,7 +143,7 @@ class DeviceTime:
         except Exception as error:
             self._switch_off(error)
             return
-        self.awaited = False
+        self.awaited, self._on = False, True
         self._run.observers.of_steps(self._at_step)
 
     def _at_step(self, kind: int, begins: bool, instant: int) -> None:
@@ -265,7 +267,7 @@ class DeviceTime:
 
     def stop(self) -> None:
         """No more is recorded; what was is still read."""
-        self.awaited = self._detailed = False
+        self.awaited = self._on = self._detailed = False
         self._run.observers.of_steps(self._at_step, False)
         self._run.observers.of_phases(self._at_phase, False)
 
@@ -282,7 +284,7 @@ class DeviceTime:
             read = self._pending[0].instant > instant
         except IndexError:
             return True
-        if not read:
+        if not read and self._on:
             self._run.observers.of_phases(self._at_phase)
         return read
 
