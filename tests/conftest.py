@@ -8,6 +8,12 @@ import pytest
 from support.receiver import Receiver, receiving
 
 
+@pytest.fixture(params=[True, False], ids=["C", "Python"])
+def in_c(request: pytest.FixtureRequest) -> bool:
+    """Whether ordinary events are recorded in C, where there is C."""
+    return request.param
+
+
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     """An OTLP receiver of its own, that answers well."""

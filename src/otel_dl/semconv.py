@@ -243,7 +243,7 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
         "dl.memory.peak_bytes",
         int,
         _on(SpanName.STEP),
-        meaning="the most that the device's allocator had given out in it",
+        meaning="the most that the device's allocator had given out, where it was more than ever before",
     ),
     Attribute(
         "dl.memory.alloc_retries", int, _on(SpanName.STEP), meaning="allocations that had to free cached blocks first"

@@ -182,6 +182,12 @@ class Settings:
     sync_min_ms: float = _setting(
         0.05, "OTEL_DL_SYNC_MIN_MS", _number(0, 3_600_000), "waits for the device that are shorter are only summed up"
     )
+    device_events: bool = _setting(
+        True,
+        "OTEL_DL_DEVICE_EVENTS",
+        BOOLEAN,
+        "false: no events are recorded on a GPU's stream, and `dl.device.duration_ms` and `dl.memory.*` are absent",
+    )
     native: bool = _setting(
         True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"
     )

@@ -263,6 +263,7 @@ typedef struct {
     Py_ssize_t capacity;
     long long limit, attention;
     PyObject *hold; /* takes an ordinary step that has ended; None: its records are thrown away */
+    PyObject *on_phase, *on_step; /* (kind, begins, instant): are told of each boundary; None: nobody is */
     long long held_in, held_out, held_most, not_held;
     int64_t *step_word, *phase_block, *batch_block; /* in the status page; NULL: there is none */
 } FastPath;
@@ -336,6 +337,8 @@ static PyMemberDef fastpath_members[] = {
     {"limit", T_LONGLONG, offsetof(FastPath, limit), 0, NULL},
     {"attention", T_LONGLONG, offsetof(FastPath, attention), 0, NULL},
     {"hold", T_OBJECT, offsetof(FastPath, hold), 0, NULL},
+    {"on_phase", T_OBJECT, offsetof(FastPath, on_phase), 0, NULL},
+    {"on_step", T_OBJECT, offsetof(FastPath, on_step), 0, NULL},
     {"held_in", T_LONGLONG, offsetof(FastPath, held_in), 0, NULL},
     {"held_out", T_LONGLONG, offsetof(FastPath, held_out), 0, NULL},
     {"held_most", T_LONGLONG, offsetof(FastPath, held_most), 0, NULL},
@@ -353,6 +356,8 @@ fastpath_traverse(FastPath *self, visitproc visit, void *arg)
     Py_VISIT(self->variable);
     Py_VISIT(self->durations);
     Py_VISIT(self->hold);
+    Py_VISIT(self->on_phase);
+    Py_VISIT(self->on_step);
     return 0;
 }
 
@@ -363,6 +368,8 @@ fastpath_clear(FastPath *self)
     Py_CLEAR(self->variable);
     Py_CLEAR(self->durations);
     Py_CLEAR(self->hold);
+    Py_CLEAR(self->on_phase);
+    Py_CLEAR(self->on_step);
     return 0;
 }
 
@@ -415,6 +422,24 @@ ordinary(FastPath *fast, Lane *lane)
     int same = context != NULL && context == step->context;
     Py_XDECREF(context);
     return same ? step : NULL;
+}
+
+/* Tells `observer` (`recording/observers.py`), where there is one, of a boundary at `instant`; -1 with an exception set.
+ */
+static inline int
+observe(PyObject *observer, PyObject *kind, int begins, long long instant)
+{
+    if (observer == NULL || observer == Py_None)
+        return 0;
+    PyObject *reading = PyLong_FromLongLong(instant);
+    if (reading == NULL)
+        return -1;
+    Py_INCREF(observer); /* it may take itself off */
+    PyObject *answer = PyObject_CallFunctionObjArgs(observer, kind, begins ? Py_True : Py_False, reading, NULL);
+    Py_DECREF(observer);
+    Py_DECREF(reading);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
 }
 
 /* Adds (kind, start, end, None, batch) to the step; -1 with an exception set. */
@@ -556,7 +581,8 @@ phase_over(Hook *hook, Lane *lane, Step *step, PyObject *kind, PyObject *subject
         if (hook->optimizes)
             step->stepped = 1;
         page_phase(hook->fast, 0, end);
-        if (add_record(step, kind, start, end, Py_None) < 0 && own_fault(hook) < 0)
+        if ((add_record(step, kind, start, end, Py_None) < 0 || observe(hook->fast->on_phase, kind, 0, end) < 0)
+            && own_fault(hook) < 0)
             Py_CLEAR(result);
     } else {
         result = call_ended(hook, kind, subject, start, result);
@@ -564,6 +590,24 @@ phase_over(Hook *hook, Lane *lane, Step *step, PyObject *kind, PyObject *subject
     Py_DECREF(step);
     Py_DECREF(lane);
     return result;
+}
+
+/* The call of an ordinary phase of `step` (references to lane and step of ours, given back here). */
+static PyObject *
+call_phase(Hook *hook, Lane *lane, Step *step, PyObject *kind, long kinds, PyObject *subject, PyObject *const *args,
+           size_t nargsf, PyObject *kwnames)
+{
+    lane->kinds = kinds;
+    long long start = now();
+    page_phase(hook->fast, kinds, start);
+    if (observe(hook->fast->on_phase, kind, 1, start) < 0) {
+        int raised = own_fault(hook);
+        Py_DECREF(step);
+        Py_DECREF(lane);
+        return raised < 0 ? NULL : PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
+    }
+    PyObject *result = PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
+    return phase_over(hook, lane, step, kind, subject, start, result);
 }
 
 static PyObject *
@@ -576,11 +620,7 @@ phase_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
     PyObject *subject = PyVectorcall_NARGS(nargsf) > 0 ? args[0] : Py_None;
     Py_INCREF(lane);
     Py_INCREF(step);
-    lane->kinds = hook->kinds;
-    long long start = now();
-    page_phase(hook->fast, hook->kinds, start);
-    PyObject *result = PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
-    return phase_over(hook, lane, step, hook->kind, subject, start, result);
+    return call_phase(hook, lane, step, hook->kind, hook->kinds, subject, args, nargsf, kwnames);
 }
 
 /* An attribute could not be had: whether it is just missing, which is cleared. What a signal handler raised meanwhile
@@ -666,11 +706,7 @@ forward_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames
             return NULL;
         return PyObject_Vectorcall(hook->recorded, args, nargsf, kwnames);
     }
-    lane->kinds = PyLong_AsLong(kind);
-    long long start = now();
-    page_phase(hook->fast, lane->kinds, start);
-    PyObject *result = PyObject_Vectorcall(hook->original, args, nargsf, kwnames);
-    return phase_over(hook, lane, step, kind, module, start, result);
+    return call_phase(hook, lane, step, kind, PyLong_AsLong(kind), module, args, nargsf, kwnames);
 }
 
 /* (loader, epoch, place, nonce, round, worker, pid, start method): a `records.Batch`. */
@@ -776,7 +812,9 @@ again(FastPath *fast, Step *step, long long start)
     step->start = start;
     step->stepped = 0;
     step->dropped = step->segment = step->seen = 0;
-    return failed;
+    if (failed < 0 || observe(fast->on_step, zero, 0, start) < 0)
+        return -1;
+    return observe(fast->on_step, zero, 1, start);
 }
 
 static PyObject *
@@ -810,6 +848,11 @@ next_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
     page_phase(fast, NEXT, start);
     if (((Source *)source)->alone)
         page_batch(fast, ((Source *)source)->epoch, ((Source *)source)->fetched, start);
+    if (observe(fast->on_phase, hook->kind, 1, start) < 0) {
+        if (own_fault(hook) == 0)
+            result = PyObject_Vectorcall(hook->original, args, nargsf, NULL);
+        goto done;
+    }
     result = PyObject_Vectorcall(hook->original, args, nargsf, NULL);
     if (result == NULL) {
         call_failed(hook, hook->kind, iterator, start);
@@ -818,7 +861,9 @@ next_call(Hook *hook, PyObject *const *args, size_t nargsf, PyObject *kwnames)
         long long end = now();
         lane->kinds = 0;
         page_phase(fast, 0, end);
-        if ((batch == NULL || add_record(step, hook->kind, start, end, batch) < 0) && own_fault(hook) < 0)
+        if ((batch == NULL || add_record(step, hook->kind, start, end, batch) < 0
+             || observe(fast->on_phase, hook->kind, 0, end) < 0)
+            && own_fault(hook) < 0)
             Py_CLEAR(result);
         Py_XDECREF(batch);
     } else {

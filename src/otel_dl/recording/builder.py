@@ -39,6 +39,8 @@ REST: Final = 19
 
 FOR_RANK_0_NS: Final = 10_000_000_000
 """How long after the first step the run's first spans wait for rank 0's run id, where it is late."""
+DEVICE_NS: Final = 10_000_000_000
+"""How long a kept step waits for what its device took: until the device has got so far. Then it is built without."""
 OUTSIDE_NS: Final = 2_000_000_000
 """How long a collective outside any step waits: an evaluation may take it, and it may end."""
 OF_RUN: Final = 2_000
@@ -111,11 +113,13 @@ class Builder:
             if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided
-            while closed:
+            while closed and self._is_complete(closed[0]):
                 self._build_next()
                 if perf_counter() > until:
                     return bool(closed)
-            self._leftovers(decided)
+            # What happened in a step that waits is its own.
+            waiting = [step.number + 1 for step in tuple(closed) if isinstance(step, Step)]
+            self._leftovers(min([decided, *waiting]))
         except Exception as error:
             self._fault(error)
         return False
@@ -130,6 +134,13 @@ class Builder:
                 dropped,
                 WAITING_STEPS,
             )
+
+    def _is_complete(self, trace: Step | Evaluation) -> bool:
+        """Whether nothing is to be waited for. Who waits holds up those behind, whose device is no further."""
+        run = self._run
+        if not isinstance(trace, Step) or run.device.is_read(trace.end):
+            return True
+        return clock() - trace.end > DEVICE_NS or len(run.closed) > WAITING_STEPS // 2
 
     def _build_next(self) -> None:
         trace = self._run.closed.popleft()
@@ -226,6 +237,7 @@ class Builder:
             if final and self._run.held is not None:
                 self._run.held.trim(clock(), everything=True)
             self._batches.drain(final)
+            self._run.device.look()
             if final and self._startup is not None and self._run.started:
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided

@@ -37,6 +37,10 @@ class Failure(NamedTuple):
             return failure
         return failure._replace(type=explained.error_type, attributes=explained.attributes)
 
+    def after(self, words: str) -> Failure:
+        """The same, which says `words` before what the exception says."""
+        return self._replace(message="; ".join(filter(None, (words, self.message)))[:LONGEST])
+
     @classmethod
     def told(cls, kind: type[BaseException], message: str) -> Failure:
         """Of an exception that is only known by its class and its text."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
 from otel_dl.recording.details import Detail
+from otel_dl.recording.device import is_out_of_memory
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
 from otel_dl.recording.records import Evaluation, Kind, Step, clock
@@ -124,15 +125,23 @@ class Lane(LaneState):
         start = start or clock()
         kinds = self.kinds
         self.kinds = kinds | kind
-        if self.bounds:
-            self.run.status.begin((kinds & _PHASES).bit_count(), kind, start)
+        run = self.run
+        fast = run.fast
+        if fast.lane is self or (fast.lane is None and self._main):  # `bounds`, without a call
+            run.status.begin((kinds & _PHASES).bit_count(), kind, start)
+            if fast.on_phase is not None:
+                fast.on_phase(kind, True, start)
         return start
 
     def _over(self, kind: int, end: int) -> None:
         """The innermost open phase, which is of this kind, is open no more."""
         self.kinds = kinds = self.kinds & ~kind
-        if self.bounds:
-            self.run.status.end((kinds & _PHASES).bit_count(), end)
+        run = self.run
+        fast = run.fast
+        if fast.lane is self or (fast.lane is None and self._main):
+            run.status.end((kinds & _PHASES).bit_count(), end)
+            if fast.on_phase is not None:
+                fast.on_phase(kind, False, end)
 
     def end(self, kind: int, start: int, batch: tuple[Any, ...] | None = None) -> None:
         """The innermost open phase, which is of this kind and began at `start`, ends."""
@@ -152,16 +161,19 @@ class Lane(LaneState):
         """It ends by an exception, which marks the step where it leaves the outermost phase."""
         end = clock()
         self._over(kind, end)
-        failure = self._failure(error) if is_failure(error) else None
+        failure = self._failure(error, kind) if is_failure(error) else None
         step = self.step
         if failure is not None and not self.kinds and step is not None and step.error is None:
             step.error = failure
             step.plain = False
         self._add((kind, start, end, failure, batch))
 
-    def _failure(self, error: BaseException) -> Failure:
-        """With what the other ranks' statuses say of it."""
-        return Failure.of(error, self.run.ranks.of_this_error(error))
+    def _failure(self, error: BaseException, kind: int = 0) -> Failure:
+        """With what is known beyond: of the other ranks, of a full device. It left a phase of this kind."""
+        failure = Failure.of(error, self.run.ranks.of_this_error(error))
+        if is_out_of_memory(error):
+            return failure.after(self.run.device.out_of_memory(error, kind, outermost=not self.kinds))
+        return failure
 
     def _add(self, record: tuple[Any, ...]) -> None:
         step = self.step
@@ -371,6 +383,7 @@ class Lane(LaneState):
                 step.stepped = False
                 if step.dropped or step.seen:
                     step.dropped = step.segment = step.seen = 0
+                run.observers.step_becomes_next(start)
             elif not run.active or get_current().get(SUPPRESSED):
                 return 0
             else:

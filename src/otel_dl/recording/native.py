@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from otel_dl.recording.collectives import Collective
     from otel_dl.recording.lane import Lane
+    from otel_dl.recording.observers import Observer
 
 _native: Any = None
 # Importing it into a free-threaded Python would switch the GIL on.
@@ -148,6 +149,9 @@ if TYPE_CHECKING or _native is None:
             self.held_most = 0
             self.not_held = 0
             """Steps for which there was no room."""
+            self.on_phase: Observer | None = None
+            self.on_step: Observer | None = None
+            """Are told of each boundary, by C and by Python: see `observers`, which sets them."""
 
         def follow(self, lane: Lane | None) -> None:
             """The calling thread, whose lane this is, bounds steps from now on; None: nobody does."""

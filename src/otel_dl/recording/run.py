@@ -17,12 +17,14 @@ from opentelemetry.trace import SpanContext
 from otel_dl.recording import context, ids
 from otel_dl.recording.collectives import Collectives
 from otel_dl.recording.details import Detail
+from otel_dl.recording.device import DeviceTime
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.held import Held
 from otel_dl.recording.identity import Expected, Identity, SharedRun
 from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
+from otel_dl.recording.observers import Observers
 from otel_dl.recording.ranks import Ranks
 from otel_dl.recording.records import Evaluation, Event, Kind, Record, Step, clock
 from otel_dl.recording.status import Status
@@ -101,6 +103,9 @@ class Run:
         self.status = Status()
         """Where the thread that bounds steps says what it does now; `on_start` puts the page there."""
         self.fast.map_page(0)
+        self.observers = Observers(self.fast)
+        self.device = DeviceTime(self)
+        """The device's own time, once a device is in use (`patches/device.py`)."""
         self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
         """Batches that other threads read while no step was open; the next one takes them."""
         self._handed_out: Step | None = None
@@ -140,6 +145,7 @@ class Run:
 
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
+        self.device.forked()
         self._begin(self.keep.head)
 
     def start(self, member: tuple[int, int] | None = None) -> None:
@@ -232,6 +238,9 @@ class Run:
             self._take_over(step)
         step.context = context.get_current()
         step.plain = not (step.head or step.link is not None or number == 0)
+        if self.device.awaited:
+            self.device.look_for_it()
+        self.observers.step_begins(start)
         return step
 
     @property
@@ -256,6 +265,7 @@ class Run:
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
         self.current = None
+        self.observers.step_ends(clock())
         for collective in step.collectives:
             self.collectives.leave(collective)
         self.status.step(-1)
@@ -283,6 +293,7 @@ class Run:
         """Ends `step` and hands it to the builder where it is kept."""
         step.end = end
         self.current = None
+        self.observers.step_ends(end)
         self.status.step(-1)
         self.number = step.number + 1
         self.fast.attention = 0
@@ -380,6 +391,9 @@ class Run:
         """Closes what is open: the run ends, by `error` or by SIGTERM where one of them ends the process."""
         # The end of the process may run in a thread of its own.
         lane: Lane = self.stepper or self.main or self.local.lane
+        self.device.stop()  # its queue may be full: then recording one more event would wait
+        if lane.thread is not threading.current_thread():
+            self.observers.leave()
         lost = self.ranks.lost() if terminated else None
         cut_off: Failure | None = None
         if lost is not None:
@@ -387,6 +401,7 @@ class Run:
         elif terminated and (lane.kinds & ~Kind.NEXT or self.collectives.waits):
             cut_off = Failure("SIGTERM", CUT_OFF)
         lane.finish(error, cut_off)
+        self.device.look()
         former, self._handed_out = self._handed_out, None
         if former is not None:
             self._decided(self.step_ids(former.number, former.identity)[0], KeepReason.HEAD if former.head else "")

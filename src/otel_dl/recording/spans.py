@@ -136,6 +136,7 @@ class SpanBuilder:
                 links.append(Link(zeros))
         first = step.number == 0
         attributes = self._first(TraceKind.STEP, step.reason, step.dropped) | settled.sums.get(0, {})
+        attributes |= run.device.of_step(step.start, step.end)
         attributes["dl.step"] = step.number
         attributes["is_warmup"] = first or step.warm
         epoch = next((record.batch[1] for record in records if record.batch is not None), None)
@@ -324,7 +325,7 @@ class SpanBuilder:
                 name, scope = record.kind.encode("utf-8", "replace").decode(), _USER_SCOPE
             else:
                 name, scope = NAMES[int(record.kind)], _SCOPE
-                attributes |= settled.sums.get(id(record), {})
+                attributes |= settled.sums.get(id(record), {}) | self._run.device.between(record.start, record.end)
                 attributes["is_warmup"] = warm or id(record) in settled.warm
             batch = Batch._make(record.batch) if record.batch is not None else None
             if batch is not None:

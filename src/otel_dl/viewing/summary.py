@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
 from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, compilations, incidents, loading, seen, waiting, warmup
+from otel_dl.viewing import arrivals, compilations, device, incidents, loading, seen, waiting, warmup
 from otel_dl.viewing.arrivals import Arrivals
 from otel_dl.viewing.compilations import Compilations
+from otel_dl.viewing.device import DeviceMemory, DeviceTimes
 from otel_dl.viewing.incidents import Incidents
 from otel_dl.viewing.loading import Loading
 from otel_dl.viewing.reading import Span, number_of, text_of
@@ -136,6 +137,9 @@ class Summary:
     """One-time work; None where there was none."""
     waiting: Waiting
     """For a device."""
+    device: DeviceTimes | None
+    """None where the device's own time is not known."""
+    memory: DeviceMemory | None
     user_spans: int
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
@@ -181,6 +185,7 @@ class _Run:
         self._loading = loading.Collector()
         self._compilations = compilations.Collector()
         self._arrivals = arrivals.Collector()
+        self._device = device.Collector()
         self._seen = seen.Collector()
         self._incidents = incidents.Collector()
         self._warmup = warmup.Collector()
@@ -197,6 +202,7 @@ class _Run:
         self._compilations.add(span)
         self._arrivals.add(span)
         self._waiting.add(span)
+        self._device.add(span, PARTS.get(span.name, ""))
         self._seen.add(span)
         self._warmup.add(span)
         is_told = self._incidents.add(span)
@@ -219,9 +225,11 @@ class _Run:
 
     def result(self, pages: Sequence[Page]) -> Summary:
         steps, phases = self._steps, self._phases
-        even = _even(steps)
         reasons = _keep_reasons(steps)
         times = _times(steps, phases) if steps else None
+        even = {step.span_id: step.duration_ns for step in _even(steps)}
+        on_device = self._device.times(even, PARTS.values(), PARTS[SpanName.NEXT], OTHER)
+        wait = times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0
         compared = self._arrivals.result()
         processes = self._seen.processes()
         told = self._incidents.result(processes, [page for page in pages if page.run == self.name])
@@ -254,15 +262,13 @@ class _Run:
                 if each
             ],
             failed_elsewhere=+self._failed_elsewhere,
-            loading=self._loading.result(
-                {step.span_id: step.duration_ns for step in even},
-                times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0,
-            ),
             compilations=self._compilations.result(),
             warmup=self._warmup.result(),
-            waiting=self._waiting.result(
-                {(step.trace_id, step.rank) for step in even}, sum(step.duration_ns for step in even)
-            ),
+            # While the device works off what was queued before, nothing waits for data that loading could shorten.
+            loading=self._loading.result(even, wait if on_device is None else min(wait, on_device.wait.device)),
+            device=on_device,
+            memory=self._device.memory(),
+            waiting=self._waiting.result({(step.trace_id, step.rank) for step in _even(steps)}, sum(even.values())),
             user_spans=self.user_spans,
             dropped=self._dropped,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing import compilation_text, incident_text, outstanding, waiting_text, warmup_text
+from otel_dl.viewing import compilation_text, device_text, incident_text, outstanding, waiting_text, warmup_text
 from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
@@ -58,6 +58,7 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
     if summary.warmup is not None:
         yield from warmup_text.rows(summary.warmup, summary.total)
     yield from waiting_text.rows(summary.waiting)
+    yield from device_text.rows(summary.device, summary.memory)
     if len(summary.ranks) > 1:
         for rank in summary.ranks[:_RANKS_SHOWN]:
             yield "Ranks", _rank(rank)
