@@ -25,6 +25,7 @@ from otel_dl.patches import (
     device,
     process_groups,
     processes,
+    profilers,
     synchronization,
     training,
 )
@@ -148,6 +149,7 @@ class Session:
             "dataloader": dataloader,
             "DALI": dali_iterators,
             "processes": ranks,
+            "profilers": profilers.install,
             "process groups": process_groups.install,
         }
         for target, install in installers.items():

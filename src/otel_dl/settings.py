@@ -188,6 +188,13 @@ class Settings:
         BOOLEAN,
         "false: no events are recorded on a GPU's stream, and `dl.device.duration_ms` and `dl.memory.*` are absent",
     )
+    nvtx: bool = _setting(
+        False,
+        "OTEL_DL_NVTX",
+        BOOLEAN,
+        "true: steps and phases are NVTX ranges too, for Nsight Systems (a CUDA build of torch); they are then recorded"
+        " in Python",
+    )
     native: bool = _setting(
         True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"
     )

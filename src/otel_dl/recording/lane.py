@@ -8,6 +8,7 @@ forward once every optimizer of the former step has stepped. Only the thread tha
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +18,7 @@ from otel_dl.recording.details import Detail
 from otel_dl.recording.device import is_out_of_memory
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
-from otel_dl.recording.records import Evaluation, Kind, Step, clock
+from otel_dl.recording.records import NAMES, Evaluation, Kind, Step, clock
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -74,7 +75,7 @@ class Segment(Enum):
 class Lane(LaneState):
     """One thread's recorder. What begins a phase returns its start, or 0 where it is not recorded, and has no end."""
 
-    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "former", "run", "thread")
+    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "former", "ranges", "run", "thread")
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -85,6 +86,8 @@ class Lane(LaneState):
         self._evaluation: Evaluation | None = None
         self._explicit = False
         """Whether `otel_dl.step()` was used in this thread: from then on it alone bounds steps."""
+        self.ranges: list[tuple[int, Callable[[], None]]] = []
+        """Open phases that a profiler was told of: the kind, and what ends its range; the innermost last."""
         self.thread = threading.current_thread()
         self._main = self.thread is threading.main_thread()
         if self._main:
@@ -131,6 +134,8 @@ class Lane(LaneState):
             run.status.begin((kinds & _PHASES).bit_count(), kind, start)
             if fast.on_phase is not None:
                 fast.on_phase(kind, True, start)
+        if run.range is not None:
+            self.ranges.append((kind, run.range(NAMES[kind])))
         return start
 
     def _over(self, kind: int, end: int) -> None:
@@ -142,6 +147,8 @@ class Lane(LaneState):
             run.status.end((kinds & _PHASES).bit_count(), end)
             if fast.on_phase is not None:
                 fast.on_phase(kind, False, end)
+        if self.ranges and self.ranges[-1][0] == kind:
+            self.ranges.pop()[1]()
 
     def end(self, kind: int, start: int, batch: tuple[Any, ...] | None = None) -> None:
         """The innermost open phase, which is of this kind and began at `start`, ends."""

@@ -60,6 +60,11 @@ class Run:
         self.on_start: Callable[[], None] | None = None
         self.ranks = Ranks()
         """The other ranks of the job, once there are some."""
+        self.range: Callable[[str], Callable[[], None]] | None = None
+        """Begins a range of this name in a profiler, nested in those of the thread; returns what ends it. None where
+        nobody listens."""
+        self.step_range: Callable[[str], Callable[[], None]] | None = None
+        """The same for a step, which is nested in nothing."""
 
         class Local(threading.local):
             def __init__(self, run: Run) -> None:
@@ -88,6 +93,7 @@ class Run:
         self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
+        self._end_step_range: Callable[[], None] | None = None
         self.collectives = Collectives(self)
         self.number = 0
         """Of the step that is opened next."""
@@ -236,7 +242,13 @@ class Run:
             context.attach(span)
         if self._handed_out is not None:
             self._take_over(step)
-        step.context = context.get_current()
+        if self.range is None:
+            step.context = context.get_current()
+        else:
+            # Without a context it is never ordinary (`_native.c`): Python records it, and tells the profiler as well.
+            step.context = None
+            if self.step_range is not None:
+                self._end_step_range = self.step_range(SpanName.STEP)
         step.plain = not (step.head or step.link is not None or number == 0)
         if self.device.awaited:
             self.device.look_for_it()
@@ -283,7 +295,21 @@ class Run:
             if step.span is not None:
                 step.span.get_span_context()
 
+    def listen(
+        self,
+        range: Callable[[str], Callable[[], None]] | None,
+        step_range: Callable[[str], Callable[[], None]] | None = None,
+    ) -> None:
+        """From now on phases are ranges in a profiler too, which `range` begins; with None no longer. So are steps."""
+        self.range, self.step_range = range, step_range
+        step = self.current
+        if step is not None and range is not None:
+            step.context = None
+
     def _leave(self, step: Step) -> None:
+        if self._end_step_range is not None:
+            end, self._end_step_range = self._end_step_range, None
+            end()
         span = step.span
         if span is not None:
             context.detach(span)
@@ -378,6 +404,8 @@ class Run:
         """Our code was left half done in this thread: no phase counts as open, and what kind of step this is, anew."""
         lane: Lane = self.local.lane
         lane.kinds = 0
+        while lane.ranges:
+            lane.ranges.pop()[1]()
         if lane.bounds:
             self.status.end(0, clock())
         if lane.step is not None:
