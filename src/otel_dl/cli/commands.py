@@ -17,6 +17,10 @@ from otel_dl.forensics.folder import KEPT, temporary
 from otel_dl.forensics.reader import Page, read_all
 from otel_dl.forensics.report import began, lines, when
 from otel_dl.settings import URL, Settings
+from otel_dl.viewing.comparing import causes, kineto, nsys, steps
+from otel_dl.viewing.comparing.pairing import pair
+from otel_dl.viewing.comparing.profile import Profile, ProfileError
+from otel_dl.viewing.comparing.text import render
 from otel_dl.viewing.ended_text import ends
 from otel_dl.viewing.reading import Reading, read_spans
 from otel_dl.viewing.summary import summarize
@@ -122,6 +126,46 @@ def report(directory: Path, jaeger: str | None, steps: bool, run_id: str | None)
     """
     found = _summarize(directory, frozenset(), jaeger, err=False, each_step=steps, run_id=run_id or "")
     sys.exit(0 if found else 1)
+
+
+@command.command()
+@click.argument("trace", metavar="TRACE", type=click.Path(path_type=Path))
+@click.argument("profile", metavar="PROFILE", type=click.Path(path_type=Path))
+def compare(trace: Path, profile: Path) -> None:
+    """Say why a profiler shows other times than the traces in TRACE, phase by phase.
+
+    TRACE is the folder of `otel-dl run`, or one file of it. PROFILE is of the same run: what torch.profiler's
+    export_chrome_trace wrote (.json, .json.gz), or an SQLite file of `nsys export --type sqlite`. The exit status is 0
+    when they could be compared and 1 when not.
+    """
+    reading = Reading(trace)
+    try:
+        processes = steps.processes(job.until_interrupted(read_spans(reading)))
+    except OSError as error:
+        _say(f"otel-dl: {trace} cannot be read: {error.strerror}. Name a folder that `otel-dl run` wrote.")
+        sys.exit(1)
+    if not processes:
+        _say(f"otel-dl: there are no steps in {trace} to compare with. `otel-dl report {shlex.quote(str(trace))}`")
+        sys.exit(1)
+    try:
+        paired = pair(_read_profile(profile, processes), processes)
+    except OSError as error:
+        _say(f"otel-dl: {profile} cannot be read: {error.strerror}.")
+        sys.exit(1)
+    except ProfileError as error:
+        _say(f"otel-dl: {profile} {error}.")
+        sys.exit(1)
+    click.echo(render(causes.compare(paired), profile.name))
+
+
+def _read_profile(path: Path, processes: list[steps.Process]) -> Profile:
+    with path.open("rb") as file:
+        beginning = file.read(len(nsys.MAGIC))
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        raise ProfileError(f"is Nsight Systems' own format; make an SQLite file: nsys export --type sqlite {path}")
+    if beginning == nsys.MAGIC:
+        return nsys.read(path, [process.pid for process in processes])
+    return kineto.read(path)
 
 
 @command.command()

@@ -133,8 +133,8 @@ def install_forward(run: Run, patches: Patches) -> None:
         __call__.__code__ = original.__code__
     __call__.__qualname__ = "Module.__call__"  # torch's own has another place as well: by this one it is pickled
     if not isinstance(__call__, FunctionType):
-        # torch's profiler tells calls of modules in a stack by this code, and ends the process by SIGSEGV where there is
-        # none (torch/csrc/autograd/profiler_python.cpp::nnModuleCode, 2.4-2.15). This one runs in each call of ours.
+        # torch's profiler tells calls of modules in a stack by this code, and ends the process by SIGSEGV where there
+        # is none (torch/csrc/autograd/profiler_python.cpp::nnModuleCode, 2.4-2.15). This one runs in each call of ours.
         __call__.__code__ = module._call_impl.__code__
     patches.replace(module, "__call__", __call__)
 

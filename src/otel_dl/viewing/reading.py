@@ -84,10 +84,14 @@ class Reading:
 
 
 def read_spans(reading: Reading, without: Collection[str] = ()) -> Iterator[Span]:
-    """The spans of all `*.jsonl` files directly in `reading.directory`, except files whose names are in `without`.
+    """The spans of all `*.jsonl` files directly in `reading.directory`, except files whose names are in `without`; of
+    that file, where it is one.
 
     Raises OSError where the folder itself cannot be listed.
     """
+    if reading.directory.is_file():
+        yield from _read_file(reading.directory, reading)
+        return
     paths = sorted(reading.directory.iterdir())
     reading.removed = _removed(path.name for path in paths if path.name not in without)
     for path in paths:
