@@ -135,8 +135,14 @@ class Lane(LaneState):
             if fast.on_phase is not None:
                 fast.on_phase(kind, True, start)
         if run.range is not None:
-            self.ranges.append((kind, run.range(NAMES[kind])))
+            self._begin_range(kind)
         return start
+
+    def _begin_range(self, kind: int) -> None:
+        """In a profiler, unless it has begun."""
+        begin = self.run.range
+        if begin is not None and not (self.ranges and self.ranges[-1][0] == kind):
+            self.ranges.append((kind, begin(NAMES[kind])))
 
     def _over(self, kind: int, end: int) -> None:
         """The innermost open phase, which is of this kind, is open no more."""
@@ -394,6 +400,7 @@ class Lane(LaneState):
             elif not run.active or get_current().get(SUPPRESSED):
                 return 0
             else:
+                self._begin_range(NEXT)  # like the span, with what the end of a step takes
                 self._boundary(start, loader, epoch)
         else:
             start = clock()

@@ -45,7 +45,7 @@ NO_KERNEL: Final = "host only"
 REST: Final = "unexplained"
 
 _SURE: Final = 2.0
-"""Standard errors of the mean that a difference has to exceed."""
+"""Standard deviations that a difference has to exceed."""
 _OWN, _TORCHS, _OPERATIONS = "range", "range of torch's", "operations"
 """What a span is paired with."""
 _RANGE_NS: Final = 20_000
@@ -78,6 +78,16 @@ class Gap(NamedTuple):
     """The Python function that took it, where the profile has the stack."""
 
 
+class Overhead(NamedTuple):
+    """What a profiled step takes longer than the others."""
+
+    ns: float
+    longer: float
+    """Share of the pairs of a profiled step and another in which the profiled one is the longer."""
+    sure: bool
+    """Whether that is more than chance makes of steps that differ anyway."""
+
+
 @dataclasses.dataclass
 class Comparison:
     pairing: Pairing
@@ -86,8 +96,8 @@ class Comparison:
     """In the order in which a step has them; what lies between phases last."""
     step_ns: float
     """Mean of the kept steps."""
-    overhead: tuple[float, float] | None
-    """What a profiled step takes longer than others (ns), and the standard error of that; None: not known."""
+    overhead: Overhead | None
+    """None: not known."""
     gaps: list[tuple[Gap, float]]
     """ns a step, the longest first."""
     one_time: dict[int, float]
@@ -109,10 +119,10 @@ def compare(pairing: Pairing) -> Comparison:
     overhead = apart.overhead()
     for name in names:
         mean = seen.means[name]
-        apart_causes = apart.causes(name, overhead is not None and overhead[0] > _SURE * overhead[1])
+        apart_causes = apart.causes(name, overhead is not None and overhead.sure)
         rows.append(Row(name, apart.mean(name), mean.profile, _sum(apart_causes, mean.causes)))
     return Comparison(
-        pairing, on_device, rows, statistics.fmean(step.end - step.start for step in kept), overhead,
+        pairing, on_device, rows, max(1.0, statistics.fmean(step.end - step.start for step in kept)), overhead,
         sorted(((gap, ns / len(pairing.steps)) for gap, ns in seen.gaps.items()), key=lambda item: -item[1]),
         {step.number: ns for step in kept if (ns := apart.one_time_of(step)) or step.warm},
     )  # fmt: skip
@@ -198,16 +208,20 @@ class _Apart:
             causes[START_STOP] += sum(beyond) / len(self._kept) - statistics.fmean(beyond)
         return causes
 
-    def overhead(self) -> tuple[float, float] | None:
+    def overhead(self) -> Overhead | None:
         """Of a step; None where there are no steps to compare with."""
         inside, others = (
             [sum(self._lasting(step, name) for name in self._names) for step in steps]
             for steps in (self._inside, self._others)
         )
-        if len(inside) < 2 or len(others) < 2:
+        if not others:
             return None
-        error = math.sqrt(statistics.variance(inside) / len(inside) + statistics.variance(others) / len(others))
-        return statistics.fmean(inside) - statistics.fmean(others), error
+        # Mann and Whitney's test: a few steps that something held up change nothing in it.
+        pairs = len(inside) * len(others)
+        longer = sum((mine > other) + 0.5 * (mine == other) for mine in inside for other in others)
+        spread = math.sqrt(pairs * (len(inside) + len(others) + 1) / 12)
+        added = statistics.fmean(inside) - statistics.fmean(others)
+        return Overhead(added, longer / pairs, added > 0 and longer - pairs / 2 > _SURE * spread)
 
 
 def _times(step: Step, names: Iterable[str]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing.comparing.causes import OVERHEAD, REST, Comparison, Row
+from otel_dl.viewing.comparing.causes import REST, Comparison, Row
 from otel_dl.viewing.comparing.pairing import Pairing
 from otel_dl.viewing.comparing.steps import Step
 from otel_dl.viewing.stalls import as_ranges
@@ -96,13 +96,14 @@ def _notes(comparison: Comparison) -> Iterator[tuple[str, str]]:
     total = comparison.total
     yield "Unexplained", f"{abs(total.rest) / comparison.step_ns:.1%} of the step"
     if comparison.overhead is None:
-        yield "Overhead", "what the profiler adds is not known: too few steps of the trace are outside of the profile"
+        yield "Overhead", "what the profiler adds is not known: no step of the trace is outside of the profile"
     else:
-        added, error = comparison.overhead
-        words = f"a profiled step takes {_signed(added)} ± {_ms(error)}" + (
-            f" ({added / (comparison.step_ns or 1):+.0%}) than the others"
+        added = comparison.overhead
+        words = (
+            f"{_signed(added.ns)} a profiled step ({added.ns / comparison.step_ns:+.0%}), the longer one in"
+            f" {added.longer:.0%} of pairs with a step outside of the profile"
         )
-        yield "Overhead", words + ("" if OVERHEAD in total.causes else "; no more than steps differ anyway")
+        yield "Overhead", words + ("" if added.sure else ": no more than steps differ anyway")
     longest = sorted(comparison.one_time.items(), key=lambda item: -item[1])
     for number, ns in longest[:_WARM_SHOWN]:
         yield "Warm-up", f"{_ms(ns)} of one-time work in step {number}"

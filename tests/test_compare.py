@@ -1,0 +1,181 @@
+"""`otel-dl compare`: a trace beside a profile of the same run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from support import children
+
+from otel_dl.semconv import PHASES, SpanName
+from otel_dl.viewing.comparing import causes, kineto
+from otel_dl.viewing.comparing.causes import Comparison, compare
+from otel_dl.viewing.comparing.pairing import pair
+from otel_dl.viewing.comparing.steps import BETWEEN, processes
+from otel_dl.viewing.comparing.text import render
+from otel_dl.viewing.reading import Reading, read_spans
+
+SCRIPT = Path(__file__).with_name("scripts") / "profiled.py"
+STEPS, FIRST, ACTIVE, RECOMPILED = 24, 10, 8, 12
+"""As in the script: of STEPS steps, ACTIVE are profiled from FIRST on."""
+SLEEP_NS = 10_000_000
+INSIDE = range(FIRST, FIRST + ACTIVE)
+MOST_UNEXPLAINED = 0.02
+
+
+class Profiled:
+    """A run of the script."""
+
+    def __init__(self, directory: Path, *planted: str) -> None:
+        self.profile = directory / "profile.json"
+        self.traces = directory / "traces"
+        ran = children.run(
+            SCRIPT.read_text(),
+            {"OTEL_TRACES_EXPORTER": "otel_dl_file", "OTEL_DL_DIR": str(self.traces)},
+            command=(sys.executable, str(SCRIPT), str(directory), *planted),
+        )
+        assert ran.code == 0, str(ran)
+        self.truth: dict[str, list[Any]] = json.loads((directory / "truth.json").read_text())
+
+    def compare(self, profile: Path | None = None) -> Comparison:
+        found = processes(read_spans(Reading(self.traces)))
+        return compare(pair(kineto.read(profile or self.profile), found))
+
+    def events(self) -> dict[str, Any]:
+        return json.loads(self.profile.read_text())
+
+
+def command(trace: Path, profile: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "otel_dl.cli", "compare", str(trace), str(profile)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(children.SOURCE)},
+    )
+
+
+def assert_adds_up(comparison: Comparison) -> None:
+    """The causes of each row are its difference, and what is unexplained of them is little of the step."""
+    for row in (*comparison.rows, comparison.total):
+        assert sum(row.causes.values()) == pytest.approx(row.difference, abs=1), row
+        assert abs(row.rest) <= MOST_UNEXPLAINED * comparison.step_ns, row
+    assert comparison.total.trace == pytest.approx(comparison.step_ns, abs=1)
+
+
+def row(comparison: Comparison, name: str) -> causes.Row:
+    (found,) = (row for row in comparison.rows if row.name == name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def slept(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    """A sleep between two phases of each step."""
+    return Profiled(tmp_path_factory.mktemp("slept"), "sleep", "stack")
+
+
+class TestRealProfiles:
+    def test_a_sleep_between_two_phases_is_in_no_operation(self, slept: Profiled) -> None:
+        comparison = slept.compare()
+        assert_adds_up(comparison)
+        between = row(comparison, BETWEEN)
+        truth = fmean(slept.truth["slept"][i] for i in INSIDE)
+        assert truth <= between.causes[causes.NO_OPERATION]
+        gap, ns = comparison.gaps[0]
+        assert (gap.after, gap.function) == (SpanName.BACKWARD, "<built-in function sleep>")
+        assert truth * 0.99 <= ns
+        assert between.profile < truth
+
+    def test_every_phase_has_a_range_of_its_own_name(self, slept: Profiled) -> None:
+        pairing = slept.compare().pairing
+        assert [step.number for step in pairing.steps] == list(INSIDE)
+        assert len(pairing.others) == STEPS - ACTIVE - 1  # and one in which the profiler starts
+        # next, zero_grad, forward of the model and of the loss, backward, optimizer
+        assert (pairing.spans, pairing.by_name) == (6 * ACTIVE, 6 * ACTIVE)
+        assert pairing.offset is None
+
+    def test_the_time_of_a_phase_is_the_same_in_both(self, slept: Profiled) -> None:
+        comparison = slept.compare()
+        forward = row(comparison, SpanName.FORWARD)
+        inside = fmean(
+            sum(piece.end - piece.start for piece in step.pieces if piece.name == SpanName.FORWARD)
+            for step in comparison.pairing.steps
+        )
+        assert forward.profile == pytest.approx(inside, abs=MOST_UNEXPLAINED * comparison.step_ns)
+        assert forward.profile * ACTIVE >= sum(slept.truth["forward"][i] for i in INSIDE) * 0.98
+
+    def test_a_recompilation_is_warm_up_of_its_step(self, tmp_path: Path) -> None:
+        run = Profiled(tmp_path, "compile")
+        comparison = run.compare()
+        assert_adds_up(comparison)
+        assert run.truth["compiled"] == [0, RECOMPILED]
+        one_time = comparison.one_time
+        assert list(one_time) == [0, RECOMPILED]
+        for step in (0, RECOMPILED):
+            assert one_time[step] > SLEEP_NS
+        # That of the profiled step is in the profile as well, and weighs more there: a step of ACTIVE, not of STEPS.
+        expected = (one_time[0] + one_time[RECOMPILED]) / STEPS - one_time[RECOMPILED] / ACTIVE
+        assert comparison.total.causes[causes.WARM_UP] == pytest.approx(expected, abs=1)
+
+    def test_what_the_profiler_adds_is_its_overhead(self, tmp_path: Path) -> None:
+        run = Profiled(tmp_path, "slow", "stack")
+        comparison = run.compare()
+        assert_adds_up(comparison)
+        assert comparison.overhead is not None
+        assert comparison.overhead.sure
+        forward = run.truth["forward"]
+        truth = fmean(forward[i] for i in INSIDE) - fmean(
+            ns for i, ns in enumerate(forward) if i not in (0, FIRST - 1, *INSIDE)
+        )
+        outside = STEPS - ACTIVE - 1
+        # The first step is one of them, without its warm-up: as fast as is usual.
+        mine = -row(comparison, SpanName.FORWARD).causes[causes.OVERHEAD] * STEPS / outside
+        assert mine == pytest.approx(truth, rel=0.2)
+
+    def test_torchs_own_ranges_do_where_ours_are_missing(self, slept: Profiled, tmp_path: Path) -> None:
+        trace = slept.events()
+        trace["traceEvents"] = [event for event in trace["traceEvents"] if event["name"] not in PHASES]
+        (tmp_path / "profile.json").write_text(json.dumps(trace))
+        comparison = slept.compare(tmp_path / "profile.json")
+        assert_adds_up(comparison)
+        assert (comparison.pairing.by_name, comparison.pairing.by_torch) == (0, 3 * ACTIVE)
+        assert comparison.gaps[0][0].after == SpanName.BACKWARD
+        for name in (SpanName.FORWARD, SpanName.BACKWARD):
+            assert row(comparison, name).profile == pytest.approx(row(slept.compare(), name).profile, rel=0.3)
+
+    def test_without_an_anchor_the_clocks_are_put_together_by_the_ranges(self, slept: Profiled, tmp_path: Path) -> None:
+        trace = slept.events()
+        base = trace.pop("baseTimeNanoseconds")
+        (tmp_path / "profile.json").write_text(json.dumps(trace))
+        comparison = slept.compare(tmp_path / "profile.json")
+        assert_adds_up(comparison)
+        assert comparison.pairing.offset == pytest.approx(base, abs=200_000)
+        assert comparison.gaps[0][0].after == SpanName.BACKWARD
+        assert "put together by the paired ranges" in render(comparison, "profile.json")
+
+    def test_a_clock_that_was_set_meanwhile_is_put_right(self, slept: Profiled, tmp_path: Path) -> None:
+        trace = slept.events()
+        trace["baseTimeNanoseconds"] += 500_000_000
+        (tmp_path / "profile.json").write_text(json.dumps(trace))
+        comparison = slept.compare(tmp_path / "profile.json")
+        assert_adds_up(comparison)
+        assert comparison.pairing.offset == pytest.approx(-500_000_000, abs=200_000)
+
+    def test_the_command_prints_it_gzipped_or_not(self, slept: Profiled, tmp_path: Path) -> None:
+        plain = command(slept.traces, slept.profile)
+        assert plain.returncode == 0, plain.stderr
+        assert "no operation" in plain.stdout
+        assert "sleep" in plain.stdout
+        packed = tmp_path / "profile.json.gz"
+        with gzip.open(packed, "wb") as file:
+            file.write(slept.profile.read_bytes())
+        (file,) = slept.traces.glob("*.jsonl")
+        gzipped = command(file, packed)
+        assert gzipped.stdout == plain.stdout.replace("profile.json", "profile.json.gz")
