@@ -7,15 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-from support import children
+from support import children, made_profiles
+from support.made_profiles import Span, Work
 
 from otel_dl.semconv import PHASES, SpanName
-from otel_dl.viewing.comparing import causes, kineto
+from otel_dl.viewing.comparing import causes, kineto, nsys
 from otel_dl.viewing.comparing.causes import Comparison, compare
 from otel_dl.viewing.comparing.pairing import pair
 from otel_dl.viewing.comparing.steps import BETWEEN, processes
@@ -179,3 +181,101 @@ class TestRealProfiles:
         (file,) = slept.traces.glob("*.jsonl")
         gzipped = command(file, packed)
         assert gzipped.stdout == plain.stdout.replace("profile.json", "profile.json.gz")
+
+
+LAST = Span("lr_scheduler.step", 99.9, 100)
+"""The profile's last range of a step: it ends where the step does."""
+QUEUED = [
+    Span("dataloader.next", 0, 10),
+    Span("forward", 10, 20),
+    Span("backward", 20, 40),
+    Span("optimizer.step", 40, 45),
+    LAST,
+]
+WORK = [Work(12, 14, 30), Work(15, 32, 36), Work(22, 36, 60), Work(25, 61, 75), Work(41, 75, 85), Work(46, 85, 86)]
+
+
+@pytest.fixture(params=["torch.profiler", "nsys"])
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
+    return Made(tmp_path, request.param)
+
+
+class Made:
+    """Compares a run that was made by hand, seen by torch.profiler or by nsys."""
+
+    def __init__(self, directory: Path, tool: str) -> None:
+        self.directory = directory
+        self.tool = tool
+
+    def files(self, spans: Sequence[Span], work: Sequence[Work], steps: int = 3) -> tuple[Path, Path]:
+        trace = made_profiles.write_trace(self.directory / "traces", spans, steps)
+        write = made_profiles.kineto if self.tool == "torch.profiler" else made_profiles.nsys
+        return trace, write(self.directory / "profile", [s for s in spans if s.name in PHASES], work, steps)
+
+    def compare(self, spans: Sequence[Span], work: Sequence[Work], steps: int = 3) -> Comparison:
+        trace, profile = self.files(spans, work, steps)
+        found = processes(read_spans(Reading(trace)))
+        read = kineto.read(profile) if self.tool == "torch.profiler" else nsys.read(profile, [made_profiles.PID])
+        return compare(pair(read, found))
+
+
+def in_ms(row: causes.Row) -> dict[str, float]:
+    return {cause: round(ns / made_profiles.MS, 3) for cause, ns in row.causes.items()}
+
+
+class TestDevices:
+    def test_work_that_runs_later_is_queueing(self, made: Made) -> None:
+        comparison = made.compare(QUEUED, WORK)
+        assert_adds_up(comparison)
+        assert comparison.on_device
+        forward = row(comparison, "forward")
+        assert (forward.trace, forward.profile) == (10 * made_profiles.MS, 20 * made_profiles.MS)
+        assert in_ms(forward) == {causes.QUEUED_AFTER: -14, causes.BEFORE_KERNELS: 4}
+        backward = row(comparison, "backward")
+        assert in_ms(backward) == {
+            causes.QUEUED_AFTER: -34,
+            causes.QUEUED_BEFORE: 14,
+            causes.BEFORE_KERNELS: 2,
+        }
+        assert in_ms(row(comparison, "optimizer.step")) == {causes.QUEUED_AFTER: -10, causes.QUEUED_BEFORE: 5}
+        assert in_ms(row(comparison, "dataloader.next")) == {causes.NO_KERNEL: 10}
+
+    def test_waiting_for_the_device_is_synchronisation(self, made: Made) -> None:
+        comparison = made.compare([*QUEUED, Span("cuda.synchronize", 45, 90)], WORK)
+        assert_adds_up(comparison)
+        between = row(comparison, BETWEEN)
+        assert between.profile == made_profiles.MS
+        assert in_ms(between) == {causes.SYNCHRONISATION: 44, causes.AFTER_KERNELS: 9.9}
+
+    def test_a_device_that_idles_between_kernels_of_a_phase_is_launch_gaps(self, made: Made) -> None:
+        spans = [Span("dataloader.next", 0, 10), Span("forward", 10, 40), LAST]
+        comparison = made.compare(spans, [Work(11, 12, 20), Work(25, 26, 38)])
+        assert_adds_up(comparison)
+        assert in_ms(row(comparison, "forward")) == {
+            causes.GAPS: 6,
+            causes.BEFORE_KERNELS: 2,
+            causes.AFTER_KERNELS: 2,
+        }
+
+    def test_autotuning_in_a_phase_is_warm_up(self, made: Made) -> None:
+        spans = [Span("forward", 10, 40), Span("cudnn::conv2d", 11, 25), Span("torch.compile", 25, 26), LAST]
+        comparison = made.compare(spans, [Work(26, 27, 39)])
+        assert_adds_up(comparison)
+        assert in_ms(row(comparison, "forward")) == {
+            causes.WARM_UP: 15,
+            causes.BEFORE_KERNELS: 2,
+            causes.AFTER_KERNELS: 1,
+        }
+
+    def test_what_is_not_known_is_said_to_be_so(self, made: Made) -> None:
+        comparison = made.compare(QUEUED, WORK)
+        assert comparison.overhead is None
+        comparison.pairing.profile.kernels.unlaunched = 2
+        text = render(comparison, "profile")
+        assert "what the profiler adds is not known" in text
+        assert "which phase launched 2 of 18 kernels" in text
+
+    def test_the_command_reads_both(self, made: Made) -> None:
+        ran = command(*made.files(QUEUED, WORK))
+        assert ran.returncode == 0, ran.stderr
+        assert "queueing: ran after the host went on −14.00 ms" in ran.stdout

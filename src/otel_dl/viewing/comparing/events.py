@@ -17,6 +17,8 @@ from otel_dl.viewing.comparing.profile import ProfileError
 _CHUNK: Final = 1 << 20
 _MOST: Final = 1 << 26
 """Characters of one value at most."""
+_LITERAL: Final = 8
+"""Characters of `-Infinity`, without its end: where so few are left, more may make a value of them."""
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _decode: Final = json.JSONDecoder(strict=False).raw_decode
 
@@ -81,10 +83,11 @@ class Events:
         while True:
             try:
                 value, end = _decode(self._text, self._at)
-            except ValueError:
-                if self._ended or len(self._text) - self._at > _MOST:
-                    raise self._broken() from None
-            except RecursionError:
+            except json.JSONDecodeError as error:
+                open_ended = error.pos >= len(self._text) - _LITERAL or error.msg.startswith("Unterminated")
+                if self._ended or not open_ended or len(self._text) - self._at > _MOST:
+                    raise self._broken(cut_off=open_ended) from None
+            except (ValueError, RecursionError):  # an integer of thousands of digits; brackets without end
                 raise self._broken() from None
             else:
                 # A number that ends where the text does may go on.
@@ -101,7 +104,7 @@ class Events:
             if self._at < len(self._text):
                 return self._text[self._at]
             if self._ended:
-                raise self._broken()
+                raise self._broken(cut_off=True)
             self._more()
 
     def _next(self) -> str:
@@ -116,10 +119,10 @@ class Events:
         self._text = self._text[self._at :] + self._decoder.decode(chunk, final=self._ended)
         self._at = 0
 
-    def _broken(self) -> ProfileError:
+    def _broken(self, cut_off: bool = False) -> ProfileError:
         at = self._done + self._at
-        if self._ended:
+        if self._ended and cut_off:
             return ProfileError(
-                f"is cut off: it ends after {at:,} characters in the middle of an event. Export it again"
+                f"is cut off: it ends after {self._done + len(self._text):,} characters, in the middle. Export it again"
             )
         return ProfileError(f"is not JSON at character {at:,}")

@@ -53,7 +53,7 @@ def _read(file: BinaryIO) -> Profile:
             profile.events += 1
             try:
                 _take(profile, cast(dict[str, Any], event))
-            except (TypeError, ValueError, OverflowError):
+            except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
                 continue  # an event whose fields are none of theirs
     profile.settle()
     if not len(profile.operations) and not len(profile.kernels) and not profile.own:

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Final
 
-from otel_dl.viewing.comparing.profile import Profile, ProfileError, Ranges
+from otel_dl.viewing.comparing.profile import Profile, ProfileError
 from otel_dl.viewing.comparing.steps import Process, Step
 
 _CLOCKS_DIFFER_NS: Final = 2_000_000_000
 """So far apart may the clock of a profile be that says where it stands: beyond, it is of another run."""
 _NEAR_NS: Final = 1_000_000
-"""So near a range's start has to be to a span's, where the clocks are put together by them."""
+"""So near a range's start has to be to its span's."""
 _SAMPLE: Final = 64
 _ENOUGH: Final = 0.8
-"""Share of the sampled ranges that have to have a span."""
+"""Share of the sample that has to be near."""
+_CLEARER: Final = 3
+"""Under the right offset ranges and spans lie so many times closer together than under any other."""
+_LEAST_SPREAD_NS: Final = 1_000
 
 
 @dataclasses.dataclass
@@ -50,15 +53,17 @@ def pair(profile: Profile, processes: Sequence[Process]) -> Pairing:
     if not candidates:
         pids = ", ".join(f"{process.pid} (rank {process.rank})" for process in processes[:8])
         raise ProfileError(f"is of process {profile.pid}; the trace has steps of {pids}: it is of another run or rank")
+    here = [process for process in candidates if _same_host(process.host, profile.host)]
+    if not here:
+        raise ProfileError(f"is of host {profile.host}; the trace has process {profile.pid} of {candidates[0].host}")
     offset: int | None = None
-    for process in candidates:
-        if profile.anchored and not _overlap(process.time, profile):
-            continue
-        offset = _offset(profile, process)
-        if offset is not None:
-            break
+    for process in here:
+        if not profile.anchored or _overlap(process.time, profile):
+            offset = _offset(profile, process)
+            if offset is not None:
+                break
     else:
-        raise ProfileError(_elsewhere(profile, candidates))
+        raise ProfileError(_elsewhere(profile, here))
     profile.shift(offset)
     steps, touched, others = _shown(process.steps, profile)
     if not steps:
@@ -82,59 +87,63 @@ def pair(profile: Profile, processes: Sequence[Process]) -> Pairing:
     )  # fmt: skip
 
 
+def _same_host(one: str, other: str) -> bool:
+    return not one or not other or one.partition(".")[0] == other.partition(".")[0]
+
+
 def _overlap(time: tuple[int, int], profile: Profile) -> bool:
     return time[0] - _CLOCKS_DIFFER_NS < profile.last and profile.first < time[1] + _CLOCKS_DIFFER_NS
 
 
 def _offset(profile: Profile, process: Process) -> int | None:
-    """By how much the profile's clock has to be put forward; None where its ranges are not this process's spans.
-
-    Of the phase of which there are fewest ranges, the first few dozen: the offset under which most of them begin near a
-    span is that of the clocks; it is then their median.
-    """
-    ranges, name = _reference(profile)
+    """By how much the profile's clock has to be put forward; None where that is not known."""
+    ranges = next((source for source in (profile.own, profile.torchs) if source), None)
     if ranges is None:
         return 0 if profile.anchored else None
-    spans = sorted(piece.start for step in process.steps for piece in step.phases() if piece.name == name)
-    starts = list(ranges.starts())[:_SAMPLE]
-    if not spans:
+    spans: dict[str, list[int]] = {name: [] for name in ranges}
+    for step in process.steps:
+        for piece in step.phases():
+            if piece.name in spans:
+                spans[piece.name].append(piece.start)
+    starts = {name: list(found.starts()) for name, found in ranges.items() if spans[name]}
+    if profile.anchored:
+        shown = [
+            (name, start) for name in starts for start in spans[name] if profile.first <= start <= profile.last
+        ][:_SAMPLE]  # fmt: skip
+        near = sum(abs(_nearest(starts[name], start) - start) <= _NEAR_NS for name, start in shown)
+        if near >= _ENOUGH * len(shown):
+            return 0
+    return _found_offset(starts, spans, _CLOCKS_DIFFER_NS if profile.anchored else None)
+
+
+def _found_offset(starts: dict[str, list[int]], spans: dict[str, list[int]], most: int | None) -> int | None:
+    """The one under which ranges and spans of the same names lie closest together; None where there is no such one, or
+    several: steps that are all of the same length can't be told apart."""
+    if not starts:
         return None
-    if profile.anchored and _near(starts, spans, 0) >= _ENOUGH * len(_within(starts, spans, 0)) > 0:
-        return 0
-    best, found = 0, 0
-    for span in spans:
-        candidate = span - starts[0]
-        if profile.anchored and abs(candidate) > _CLOCKS_DIFFER_NS:
+    fewest = min(starts, key=lambda name: len(starts[name]))
+    sample = [(name, start) for name, found in starts.items() for start in found[: _SAMPLE // len(starts)]]
+    found: list[tuple[float, int]] = []
+    for span in spans[fewest]:
+        candidate = span - starts[fewest][0]
+        if most is not None and abs(candidate) > most:
             continue
-        near = _near(starts, spans, candidate)
-        if near > found:
-            best, found = candidate, near
-    if found < max(2, _ENOUGH * len(starts)):
-        # Steps that were not kept have ranges, and no spans. With the file's own anchor that is no matter.
-        return 0 if profile.anchored and _near(starts, spans, 0) else None
-    differences = [_nearest(spans, start + best) - start for start in starts]
-    return round(statistics.median(differences))
+        apart = [_nearest(spans[name], start + candidate) - start for name, start in sample]
+        middle = statistics.median(apart)
+        off = [abs(each - middle) for each in apart]
+        if sum(each <= _NEAR_NS for each in off) >= _ENOUGH * len(off):
+            found.append((max(_LEAST_SPREAD_NS, statistics.median(off)), round(middle)))
+    found.sort()
+    if not found:
+        return None
+    spread, offset = found[0]
+    others = [each for each, other in found if abs(other - offset) > _NEAR_NS]
+    return offset if not others or others[0] > _CLEARER * spread else None
 
 
-def _reference(profile: Profile) -> tuple[Ranges | None, str]:
-    for source in (profile.own, profile.torchs):
-        if source:
-            name = min(source, key=lambda name: len(source[name]))
-            return source[name], name
-    return None, ""
-
-
-def _within(starts: Sequence[int], spans: Sequence[int], offset: int) -> list[int]:
-    return [start for start in starts if spans[0] - _NEAR_NS <= start + offset <= spans[-1] + _NEAR_NS]
-
-
-def _nearest(spans: Sequence[int], start: int) -> int:
-    i = bisect_left(spans, start)
-    return min(spans[max(0, i - 1) : i + 1], key=lambda span: abs(span - start))
-
-
-def _near(starts: Sequence[int], spans: Sequence[int], offset: int) -> int:
-    return sum(abs(_nearest(spans, start + offset) - start - offset) <= _NEAR_NS for start in starts)
+def _nearest(moments: Sequence[int], moment: int) -> int:
+    i = bisect_left(moments, moment)
+    return min(moments[max(0, i - 1) : i + 1], key=lambda each: abs(each - moment))
 
 
 def _shown(steps: Sequence[Step], profile: Profile) -> tuple[list[Step], list[Step], list[Step]]:
@@ -157,10 +166,13 @@ def _shown(steps: Sequence[Step], profile: Profile) -> tuple[list[Step], list[St
 
 
 def _elsewhere(profile: Profile, candidates: Sequence[Process]) -> str:
-    times = "; ".join(f"process {each.pid} {_when(each.time[0])} to {_when(each.time[1])}" for each in candidates[:4])
-    mine = f"{_when(profile.first)} to {_when(profile.last)}, " if profile.anchored else ""
+    trace = "; ".join(f"{_when(each.time[0])} to {_when(each.time[1])}" for each in candidates[:4])
+    if profile.anchored:
+        mine = f"{_when(profile.first)} to {_when(profile.last)}"
+        return f"is not of this run: process {profile.pid}, {mine}; the trace has that process {trace}"
     return (
-        f"is not of this run: it shows {mine}process {profile.pid}; the trace {times}, and no spans that begin with it"
+        f"can't be put beside the trace: it does not say when it was (no baseTimeNanoseconds), and under no clock, or"
+        f" under several, do its ranges fit the spans of process {profile.pid}, {trace}"
     )
 
 
