@@ -91,8 +91,8 @@ def _same_host(one: str, other: str) -> bool:
     return not one or not other or one.partition(".")[0] == other.partition(".")[0]
 
 
-def _overlap(time: tuple[int, int], profile: Profile) -> bool:
-    return time[0] - _CLOCKS_DIFFER_NS < profile.last and profile.first < time[1] + _CLOCKS_DIFFER_NS
+def _overlap(time: tuple[int, int], profile: Profile, apart: int = _CLOCKS_DIFFER_NS) -> bool:
+    return time[0] - apart < profile.last and profile.first < time[1] + apart
 
 
 def _offset(profile: Profile, process: Process) -> int | None:
@@ -111,9 +111,12 @@ def _offset(profile: Profile, process: Process) -> int | None:
             (name, start) for name in starts for start in spans[name] if profile.first <= start <= profile.last
         ][:_SAMPLE]  # fmt: skip
         near = sum(abs(_nearest(starts[name], start) - start) <= _NEAR_NS for name, start in shown)
-        if near >= _ENOUGH * len(shown):
+        if shown and near >= _ENOUGH * len(shown):
             return 0
-    return _found_offset(starts, spans, _CLOCKS_DIFFER_NS if profile.anchored else None)
+        found = _found_offset(starts, spans, _CLOCKS_DIFFER_NS)
+        # Where no step was kept of those in the profile, nothing speaks against its own clock.
+        return 0 if found is None and not shown and _overlap(process.time, profile, 0) else found
+    return _found_offset(starts, spans, None)
 
 
 def _found_offset(starts: dict[str, list[int]], spans: dict[str, list[int]], most: int | None) -> int | None:
