@@ -77,6 +77,17 @@ def row(comparison: Comparison, name: str) -> causes.Row:
     return found
 
 
+def spans(comparison: Comparison, name: str) -> float:
+    """ns a profiled step, by the trace."""
+    pieces = [piece for step in comparison.pairing.steps for piece in step.pieces if piece.name == name]
+    return sum(piece.end - piece.start for piece in pieces) / len(comparison.pairing.steps)
+
+
+def after(comparison: Comparison, name: str) -> float:
+    """ns a step in no operation after this phase."""
+    return sum(ns for gap, ns in comparison.gaps if gap.after == name)
+
+
 @pytest.fixture(scope="module")
 def slept(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     """A sleep between two phases of each step."""
@@ -90,10 +101,8 @@ class TestRealProfiles:
         between = row(comparison, BETWEEN)
         truth = fmean(slept.truth["slept"][i] for i in INSIDE)
         assert truth <= between.causes[causes.NO_OPERATION]
-        gap, ns = comparison.gaps[0]
-        assert (gap.after, gap.function) == (SpanName.BACKWARD, "<built-in function sleep>")
-        assert truth * 0.99 <= ns
-        assert between.profile < truth
+        assert after(comparison, SpanName.BACKWARD) >= truth
+        assert causes.Gap(SpanName.BACKWARD, "<built-in function sleep>") in dict(comparison.gaps)
 
     def test_every_phase_has_a_range_of_its_own_name(self, slept: Profiled) -> None:
         pairing = slept.compare().pairing
@@ -106,11 +115,8 @@ class TestRealProfiles:
     def test_the_time_of_a_phase_is_the_same_in_both(self, slept: Profiled) -> None:
         comparison = slept.compare()
         forward = row(comparison, SpanName.FORWARD)
-        inside = fmean(
-            sum(piece.end - piece.start for piece in step.pieces if piece.name == SpanName.FORWARD)
-            for step in comparison.pairing.steps
-        )
-        assert forward.profile == pytest.approx(inside, abs=MOST_UNEXPLAINED * comparison.step_ns)
+        around = forward.causes.get(causes.EDGES, 0) + forward.causes.get(causes.LATE, 0)
+        assert forward.profile + around == pytest.approx(spans(comparison, SpanName.FORWARD), abs=1)
         assert forward.profile * ACTIVE >= sum(slept.truth["forward"][i] for i in INSIDE) * 0.98
 
     def test_a_recompilation_is_warm_up_of_its_step(self, tmp_path: Path) -> None:
@@ -148,9 +154,9 @@ class TestRealProfiles:
         comparison = slept.compare(tmp_path / "profile.json")
         assert_adds_up(comparison)
         assert (comparison.pairing.by_name, comparison.pairing.by_torch) == (0, 3 * ACTIVE)
-        assert comparison.gaps[0][0].after == SpanName.BACKWARD
         for name in (SpanName.FORWARD, SpanName.BACKWARD):
-            assert row(comparison, name).profile == pytest.approx(row(slept.compare(), name).profile, rel=0.3)
+            assert 0 < row(comparison, name).profile <= spans(comparison, name)
+        assert after(comparison, SpanName.BACKWARD) == after(slept.compare(), SpanName.BACKWARD)
 
     def test_without_an_anchor_the_clocks_are_put_together_by_the_ranges(self, slept: Profiled, tmp_path: Path) -> None:
         trace = slept.events()
@@ -159,16 +165,20 @@ class TestRealProfiles:
         comparison = slept.compare(tmp_path / "profile.json")
         assert_adds_up(comparison)
         assert comparison.pairing.offset == pytest.approx(base, abs=200_000)
-        assert comparison.gaps[0][0].after == SpanName.BACKWARD
+        assert after(comparison, SpanName.BACKWARD) == pytest.approx(
+            after(slept.compare(), SpanName.BACKWARD), rel=0.05
+        )
         assert "put together by the paired ranges" in render(comparison, "profile.json")
 
     def test_a_clock_that_was_set_meanwhile_is_put_right(self, slept: Profiled, tmp_path: Path) -> None:
         trace = slept.events()
-        trace["baseTimeNanoseconds"] += 500_000_000
+        whole = kineto.read(slept.profile)
+        late = (whole.last - whole.first) // 2  # so that it lies over other steps than its own
+        trace["baseTimeNanoseconds"] -= late
         (tmp_path / "profile.json").write_text(json.dumps(trace))
         comparison = slept.compare(tmp_path / "profile.json")
         assert_adds_up(comparison)
-        assert comparison.pairing.offset == pytest.approx(-500_000_000, abs=200_000)
+        assert comparison.pairing.offset == pytest.approx(late, abs=200_000)
 
     def test_the_command_prints_it_gzipped_or_not(self, slept: Profiled, tmp_path: Path) -> None:
         plain = command(slept.traces, slept.profile)
@@ -208,7 +218,7 @@ class Made:
         self.tool = tool
 
     def files(self, spans: Sequence[Span], work: Sequence[Work], steps: int = 3) -> tuple[Path, Path]:
-        trace = made_profiles.write_trace(self.directory / "traces", spans, steps)
+        trace = made_profiles.write_trace(self.directory / "traces", spans, range(steps))
         write = made_profiles.kineto if self.tool == "torch.profiler" else made_profiles.nsys
         return trace, write(self.directory / "profile", [s for s in spans if s.name in PHASES], work, steps)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +42,10 @@ class Span(NamedTuple):
     end: float
 
 
-def write_trace(directory: Path, spans: Sequence[Span], steps: int = 3, pid: int = PID) -> Path:
-    """`steps` steps with the same spans in each, all children of the step; ms since it began."""
+def write_trace(directory: Path, spans: Sequence[Span], steps: Iterable[int] = range(3)) -> Path:
+    """These steps with the same spans in each, all children of the step; ms since it began."""
     resource = Resource(
-        {"service.name": "made", "dl.run.id": "made/1", "dl.rank": 0, "process.pid": pid, "host.name": "node-1"}
+        {"service.name": "made", "dl.run.id": "made/1", "dl.rank": 0, "process.pid": PID, "host.name": "node-1"}
     )
     made: list[ReadableSpan] = []
 
@@ -61,7 +61,7 @@ def write_trace(directory: Path, spans: Sequence[Span], steps: int = 3, pid: int
         )  # fmt: skip
         return context
 
-    for step in range(steps):
+    for step in steps:
         first = add(
             Span("train.step", 0, STEP_MS), step, 1, None,
             **{"dl.step": step, "dl.keep.reason": "head", "is_warmup": False, "dl.run.id": "made/1"},

@@ -32,6 +32,8 @@ OTHER_STEPS: Final = "other steps"
 """The steps outside the profile take another time than those inside, and no more so than they differ anyway."""
 START_STOP: Final = "profiler start and stop"
 EDGES: Final = "around the range"
+LATE: Final = "its range began late"
+"""The span had begun, and something held the thread up before it could begin the range."""
 NO_OPERATION: Final = "no operation"
 HOST: Final = "host, not known which"
 """The profile does not show what the host did."""
@@ -49,7 +51,9 @@ _SURE: Final = 2.0
 _OWN, _TORCHS, _OPERATIONS = "range", "range of torch's", "operations"
 """What a span is paired with."""
 _RANGE_NS: Final = 20_000
-"""What entering or leaving a range may take; a span that begins longer before its range began with something else."""
+"""What entering or leaving a range takes at most."""
+_AGREE_NS: Final = 100_000
+"""So far may spans begin before their ranges (median) where the clocks agree."""
 
 
 @dataclasses.dataclass
@@ -201,8 +205,11 @@ class _Apart:
         def share(steps: Sequence[Step]) -> float:
             return sum(self._lasting(step, name) - inside for step in steps) / len(self._kept)
 
-        causes[OVERHEAD if sure else OTHER_STEPS] = share(self._others)
-        causes[START_STOP] = share(self._touched)
+        others, touched = share(self._others), share(self._touched)
+        causes[OVERHEAD if sure and others < 0 else OTHER_STEPS] = others
+        # The profiler starts and stops outside of any phase.
+        cause = START_STOP if name == BETWEEN else OTHER_STEPS
+        causes[cause] = causes.get(cause, 0.0) + touched
         if name == BETWEEN:
             beyond = [self._beyond[id(step)] for step in self._inside]
             causes[START_STOP] += sum(beyond) / len(self._kept) - statistics.fmean(beyond)
@@ -283,14 +290,18 @@ class _Seen:
             return 0, {REST: total(outside)}
         causes: Counter[str] = Counter()
         for start, end in outside:
-            # Between a span's bound and its range's lies what it takes to enter the range, or what the range is not of.
-            beside = NO_OPERATION if what == _OPERATIONS else REST if what == _OWN else self._beside(start, end)
-            causes[EDGES if end - start <= _RANGE_NS else beside] += end - start
+            causes[self._outside(start, end, what, end == ranges[0][0])] += end - start
         causes[EDGES] -= total(without(ranges, whole))
         return total(ranges), dict(causes)
 
-    def _beside(self, start: int, end: int) -> str:
-        return EDGES if self._profile.operations.between(start, end) else NO_OPERATION
+    def _outside(self, start: int, end: int, what: str, before: bool) -> str:
+        """Why the span is longer than what it is paired with: `before` that begins, or behind its end."""
+        if end - start <= _RANGE_NS:
+            return EDGES
+        if what == _OWN:
+            # Nothing of the user's runs between the two: they are begun one after the other, and the clocks agree.
+            return LATE if before and abs(self._pairing.apart) <= _AGREE_NS else REST
+        return EDGES if what == _TORCHS and self._profile.operations.between(start, end) else NO_OPERATION
 
     def _ranges(self, piece: Piece) -> tuple[Moments, str]:
         for source, what in ((self._profile.own, _OWN), (self._profile.torchs, _TORCHS)):

@@ -86,10 +86,10 @@ def _take(profile: Profile, event: dict[str, Any]) -> None:
     elif category in _HOST:
         if not profile.pid and isinstance(event.get("pid"), int):
             profile.pid = event["pid"]
-        if not profile.add_range(name, start, end) and category == "cpu_op":
+        if not profile.add_range(name, event.get("tid"), start, end) and category == "cpu_op":
             profile.add_operation(event.get("tid"), start, end)
     elif category == "python_function":
-        profile.functions.add(name, start, end)
+        profile.add_function(name, event.get("tid"), start, end)
         return
     else:
         return

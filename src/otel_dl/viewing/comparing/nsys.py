@@ -62,7 +62,7 @@ def _read(database: sqlite3.Connection, pids: Collection[int]) -> Profile:
         f'"end" IS NOT NULL AND eventType IN {_RANGES} AND {ours.format("globalTid")}',
     ):
         profile.events += 1
-        if profile.add_range(str(name), start, end):
+        if profile.add_range(str(name), None, start, end):
             profile.see(start, end)
     name = "(SELECT value FROM StringIds WHERE id = nameId)" if names else "''"
     for start, end, thread, correlation, called in rows(

@@ -108,14 +108,13 @@ def _offset(profile: Profile, process: Process) -> int | None:
     starts = {name: list(found.starts()) for name, found in ranges.items() if spans[name]}
     if profile.anchored:
         shown = [
-            (name, start) for name in starts for start in spans[name] if profile.first <= start <= profile.last
+            (name, start) for name in starts for start in spans[name] if profile.first + _NEAR_NS < start < profile.last - _NEAR_NS
         ][:_SAMPLE]  # fmt: skip
         near = sum(abs(_nearest(starts[name], start) - start) <= _NEAR_NS for name, start in shown)
-        if shown and near >= _ENOUGH * len(shown):
-            return 0
-        found = _found_offset(starts, spans, _CLOCKS_DIFFER_NS)
         # Where no step was kept of those in the profile, nothing speaks against its own clock.
-        return 0 if found is None and not shown and _overlap(process.time, profile, 0) else found
+        if near >= _ENOUGH * len(shown) and (shown or _overlap(process.time, profile, 0)):
+            return 0
+        return _found_offset(starts, spans, _CLOCKS_DIFFER_NS)
     return _found_offset(starts, spans, None)
 
 

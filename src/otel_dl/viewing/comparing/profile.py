@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import PHASES, SpanName
@@ -169,7 +170,6 @@ class Profile:
     events: int = 0
     shows_operations: bool = True
     """Whether torch's operations on the host are in it; else only calls of the device's driver are."""
-    shows_host: bool = True
     own: dict[str, Ranges] = dataclasses.field(default_factory=dict[str, Ranges])
     """Ranges under otel-dl's names, by phase."""
     torchs: dict[str, Ranges] = dataclasses.field(default_factory=dict[str, Ranges])
@@ -180,18 +180,24 @@ class Profile:
     """Calls in which the host waits for the device."""
     kernels: Kernels = dataclasses.field(default_factory=Kernels)
     functions: Functions = dataclasses.field(default_factory=Functions)
+    """Of the thread that has the ranges."""
     first: int = 0
     last: int = 0
     _threads: dict[object, Many] = dataclasses.field(default_factory=dict[object, Many])
+    _functions: dict[object, Functions] = dataclasses.field(default_factory=dict[object, Functions])
+    _ranges: Counter[object] = dataclasses.field(default_factory=Counter[object])
+    """How many ranges each thread has."""
 
-    def add_range(self, name: str, start: int, end: int) -> bool:
+    def add_range(self, name: str, thread: object, start: int, end: int) -> bool:
         """A range of somebody's; whether it is one of otel-dl's phases, and none of torch's operations."""
         if name in PHASES:
             self.own.setdefault(name, Ranges()).add(start, end)
+            self._ranges[thread] += 1
             return True
         for beginning, phase in _TORCHS:
             if name.startswith(beginning):
                 self.torchs.setdefault(phase, Ranges()).add(start, end)
+                self._ranges[thread] += 1
                 return True
         if name.endswith(_COMPILING):
             self.compiling.add(start, end)
@@ -203,6 +209,13 @@ class Profile:
         if moments is None:
             moments = self._threads[thread] = Many()
         moments.add(start, end)
+
+    def add_function(self, name: str, thread: object, start: int, end: int) -> None:
+        """Of Python's."""
+        functions = self._functions.get(thread)
+        if functions is None:
+            functions = self._functions[thread] = Functions()
+        functions.add(name, start, end)
 
     def add_call(self, name: str, thread: object, start: int, end: int, correlation: int) -> None:
         """Of the device's driver or runtime, by the host."""
@@ -222,6 +235,9 @@ class Profile:
         self.compiling.settle()
         self.waiting.settle()
         self.kernels.settle()
+        if self._ranges:
+            self.functions = self._functions.get(self._ranges.most_common(1)[0][0], self.functions)
+        self._functions.clear()
         self.functions.settle()
         for ranges in (*self.own.values(), *self.torchs.values()):
             ranges.settle()
