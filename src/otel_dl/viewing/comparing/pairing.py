@@ -107,9 +107,8 @@ def _offset(profile: Profile, process: Process) -> int | None:
                 spans[piece.name].append(piece.start)
     starts = {name: list(found.starts()) for name, found in ranges.items() if spans[name]}
     if profile.anchored:
-        shown = [
-            (name, start) for name in starts for start in spans[name] if profile.first + _NEAR_NS < start < profile.last - _NEAR_NS
-        ][:_SAMPLE]  # fmt: skip
+        first, last = profile.first + _NEAR_NS, profile.last - _NEAR_NS
+        shown = [(name, start) for name in starts for start in spans[name] if first < start < last][:_SAMPLE]
         near = sum(abs(_nearest(starts[name], start) - start) <= _NEAR_NS for name, start in shown)
         # Where no step was kept of those in the profile, nothing speaks against its own clock.
         if near >= _ENOUGH * len(shown) and (shown or _overlap(process.time, profile, 0)):

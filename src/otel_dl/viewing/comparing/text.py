@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from otel_dl.forensics.samples import ranges
 from otel_dl.semconv import SpanName
 from otel_dl.viewing.comparing.causes import REST, Comparison, Row
 from otel_dl.viewing.comparing.pairing import Pairing
 from otel_dl.viewing.comparing.steps import Step
-from otel_dl.viewing.stalls import as_ranges
+from otel_dl.viewing.words import percent, plural
 
 _SHOWN: Final = 0.005
 """Causes of a smaller share of the step are summed up."""
@@ -77,7 +78,7 @@ def _count(pairing: Pairing) -> str:
 
 
 def _steps(steps: list[Step]) -> str:
-    return f"step{'s' if len(steps) > 1 else ''} {as_ranges(step.number for step in steps)}"
+    return f"step{plural(len(steps))} {ranges([step.number for step in steps])}"
 
 
 def _causes(row: Row, step: float) -> str:
@@ -94,7 +95,7 @@ def _causes(row: Row, step: float) -> str:
 def _notes(comparison: Comparison) -> Iterator[tuple[str, str]]:
     pairing = comparison.pairing
     total = comparison.total
-    yield "Unexplained", f"{abs(total.rest) / comparison.step_ns:.1%} of the step"
+    yield "Unexplained", f"{percent(abs(total.rest) / comparison.step_ns)} of the step"
     if comparison.overhead is None:
         yield "Overhead", "what the profiler adds is not known: no step of the trace is outside of the profile"
     else:
