@@ -168,7 +168,9 @@ class _Apart:
         self._beyond = {id(step): _beyond(step, pairing) if step.number in inside else 0 for step in kept}
 
     def _usual(self) -> dict[str, float]:
-        steps = [step for step in self._others or self._kept if not step.warm and not step.one_time]
+        plain = [step for step in self._kept if not step.warm and not step.one_time]
+        outside = {id(step) for step in self._others}
+        steps = [step for step in plain if id(step) in outside] or plain
         return (
             {name: statistics.median(self._times[id(s)][name] for s in steps) for name in self._names} if steps else {}
         )
