@@ -25,8 +25,10 @@ from otel_dl.viewing.comparing.text import render
 from otel_dl.viewing.reading import Reading, read_spans
 
 SCRIPT = Path(__file__).with_name("scripts") / "profiled.py"
-STEPS, FIRST, ACTIVE, RECOMPILED = 24, 10, 8, 12
+STEPS, FIRST, ACTIVE = 24, 10, 8
 """As in the script: of STEPS steps, ACTIVE are profiled from FIRST on."""
+COMPILED, IN_PROFILE = [0, 5, 12], 12
+"""Steps in which something is compiled, and the one of them that is profiled."""
 SLEEP_NS = 10_000_000
 INSIDE = range(FIRST, FIRST + ACTIVE)
 MOST_UNEXPLAINED = 0.02
@@ -122,13 +124,13 @@ class TestRealProfiles:
         run = Profiled(tmp_path, "compile")
         comparison = run.compare()
         assert_adds_up(comparison)
-        assert run.truth["compiled"] == [0, RECOMPILED]
+        assert run.truth["compiled"] == COMPILED
         one_time = comparison.one_time
-        assert list(one_time) == [0, RECOMPILED]
-        for step in (0, RECOMPILED):
+        assert list(one_time) == COMPILED
+        for step in COMPILED:
             assert one_time[step] > SLEEP_NS
         # That of the profiled step is in the profile as well, and weighs more there: a step of ACTIVE, not of STEPS.
-        expected = (one_time[0] + one_time[RECOMPILED]) / STEPS - one_time[RECOMPILED] / ACTIVE
+        expected = sum(one_time.values()) / STEPS - one_time[IN_PROFILE] / ACTIVE
         assert comparison.total.causes[causes.WARM_UP] == pytest.approx(expected, abs=1)
 
     def test_what_the_profiler_adds_is_its_overhead(self, tmp_path: Path) -> None:

@@ -179,12 +179,12 @@ class _Apart:
         return sum(self._one_time[id(step)].values())
 
     def _one_time_in(self, step: Step, usual: dict[str, float]) -> dict[str, float]:
-        """By phase: what compiled or autotuned; in a step with lazy start-up whatever it took more than usual."""
+        """By phase: what compiled or autotuned; in a step with lazy start-up, whatever it took more than usual."""
         known = union([*step.one_time, *self._pairing.profile.compiling.between(step.start, step.end)])
         found = dict.fromkeys(self._names, 0.0)
         for piece in step.pieces:
             found[piece.name] += total(within(known, piece.start, piece.end))
-        if step.warm and usual:
+        if step.warm and usual and (step.number == 0 or not known):
             for name in self._names:
                 found[name] = max(found[name], self._times[id(step)][name] - usual[name])
         return found

@@ -7,13 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from otel_dl.semconv import PHASES, SCOPE, KeepReason, SpanName
+from otel_dl.semconv import CONVOLUTIONS, ONE_TIME, PHASES, SCOPE, KeepReason, SpanName
 from otel_dl.viewing.comparing.intervals import Interval, Moments, union, within, without
 from otel_dl.viewing.reading import Span, number_of, text_of
-
-_SYNCHRONIZE: Final = "cuda.synchronize"
-_COMPILE: Final = "torch.compile"
-_CUDNN: Final = "cudnn::"
 
 BETWEEN: Final = "between phases"
 """The part of a step that is none of its phases."""
@@ -43,7 +39,7 @@ class Step:
     """Whether one-time work ran in it, as the trace says."""
     pieces: list[Piece]
     one_time: Moments
-    """Compilation and autotuning."""
+    """Compilation, autotuning, capture."""
     waiting: Moments
     """The host waits for the device."""
 
@@ -91,7 +87,7 @@ def processes(spans: Iterable[Span]) -> list[Process]:
         key = span.trace_id, number_of(span, "process.pid")
         if span.name == SpanName.STEP:
             first[key] = span
-        elif span.name in PHASES or _is_one_time(span.name, span.attributes) or span.name == _SYNCHRONIZE:
+        elif span.name in PHASES or _is_one_time(span.name, span.attributes) or span.name == SpanName.SYNCHRONIZE:
             others[key].append(_Light(span.name, span.span_id, span.parent_id, span.start_ns, span.end_ns))
     found: dict[tuple[str, int], Process] = {}
     for (trace_id, pid), span in first.items():
@@ -107,7 +103,7 @@ def processes(spans: Iterable[Span]) -> list[Process]:
 
 
 def _is_one_time(name: str, attributes: Mapping[str, object]) -> bool:
-    return name == _COMPILE or (name.startswith(_CUDNN) and attributes.get("is_warmup") is True)
+    return name in ONE_TIME or (name in CONVOLUTIONS and attributes.get("is_warmup") is True)
 
 
 def _step(span: Span, inner: list[_Light]) -> Step:
@@ -125,9 +121,9 @@ def _step(span: Span, inner: list[_Light]) -> Step:
         warm=span.attributes.get("is_warmup") is True,
         pieces=_pieces(start, end, children),
         one_time=union(
-            (each.start, each.end) for each in inner if each.name not in PHASES and each.name != _SYNCHRONIZE
+            (each.start, each.end) for each in inner if each.name not in PHASES and each.name != SpanName.SYNCHRONIZE
         ),
-        waiting=union((each.start, each.end) for each in inner if each.name == _SYNCHRONIZE),
+        waiting=union((each.start, each.end) for each in inner if each.name == SpanName.SYNCHRONIZE),
     )
 
 
