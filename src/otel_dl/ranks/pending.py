@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from otel_dl.forensics import reader
 from otel_dl.ranks.statuses import is_in_distributed
 from otel_dl.recording.collectives import WAITED_FOR
+from otel_dl.recording.flight_recorder import OTHER_FORM, entries
 from otel_dl.recording.ranks import Group, Wait
 from otel_dl.recording.records import Kind, clock, to_epoch_ns
 
@@ -67,20 +67,19 @@ def _by_flight_recorder(run: Run, groups: Mapping[str, Group]) -> list[Wait] | N
     if dump is None:
         return None
     try:
-        return _of_dump(json.loads(dump(includeCollectives=True, onlyActive=True)), run, groups)
-    except (KeyError, ValueError, TypeError, RuntimeError):
+        return _of_dump(dump(includeCollectives=True), run, groups)
+    except (RuntimeError, *OTHER_FORM):
         return None  # another torch's has another form
 
 
-def _of_dump(dump: Any, run: Run, groups: Mapping[str, Group]) -> list[Wait]:
+def _of_dump(dump: bytes | str, run: Run, groups: Mapping[str, Group]) -> list[Wait]:
     first: dict[str, Wait] = {}
-    for entry in dump.get("entries", ()):
-        group = entry["process_group"][0]
-        if entry["retired"] or entry["is_p2p"] or group not in groups or group in first:
+    for entry in entries(dump):
+        group = entry.group
+        if entry.retired or entry.transfer or group not in groups or group in first:
             continue
-        name = "dist." + entry["profiling_name"].partition(":")[2].removeprefix("_")
-        start = clock() - (to_epoch_ns(clock()) - entry["time_created_ns"])
+        start = clock() - (to_epoch_ns(clock()) - entry.created)
         latest = run.collectives.latest.get(group)
         monitored = latest.communicator.monitored if latest is not None else 0
-        first[group] = Wait(name, groups[group], entry["collective_seq_id"] + monitored, start)
+        first[group] = Wait("dist." + entry.op, groups[group], entry.seq + monitored, start)
     return list(first.values())

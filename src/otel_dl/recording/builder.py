@@ -114,6 +114,10 @@ class Builder:
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided
             while closed and self._is_complete(closed[0]):
+                if not self._is_whole(closed[0], until):
+                    if self._is_reading():
+                        return True
+                    break
                 self._build_next()
                 if perf_counter() > until:
                     return bool(closed)
@@ -142,6 +146,16 @@ class Builder:
             return True
         return clock() - trace.end > DEVICE_NS or len(run.closed) > WAITING_STEPS // 2
 
+    def _is_whole(self, trace: Step | Evaluation, until: float) -> bool:
+        """Whether all that the spans of `trace` are built of is there."""
+        recorder = self._run.flight_recorder
+        at_once = self._urgent or 2 * len(self._run.closed) > WAITING_STEPS
+        return recorder is None or recorder.has(trace, until, at_once)
+
+    def _is_reading(self) -> bool:
+        recorder = self._run.flight_recorder
+        return recorder is not None and recorder.busy
+
     def _build_next(self) -> None:
         trace = self._run.closed.popleft()
         try:
@@ -153,10 +167,18 @@ class Builder:
             self._fault(error)
 
     def _build(self, trace: Step | Evaluation) -> list[ReadableSpan]:
+        recorder = self._run.flight_recorder
         if isinstance(trace, Evaluation):
+            if recorder is not None:
+                trace.collectives += recorder.take(trace)
             return self._spans.evaluation(trace)
         if not trace.reason:  # cancelled, when spans of the user's had its ids already
             return trace.user_spans
+        if recorder is not None:
+            room = max(0, self._run.settings.step_records - len(trace.collectives))
+            found = recorder.take(trace)
+            trace.unseen = found[:room]
+            trace.dropped += len(found) - len(trace.unseen)
         return [*self._spans.step(trace, self._ended_in(trace)), *trace.user_spans]
 
     def _ended_in(self, step: Step) -> list[WorkerLife]:
@@ -244,6 +266,7 @@ class Builder:
             while closed:
                 if monotonic() > deadline:
                     return False
+                self._is_whole(closed[0], 0.0)
                 self._build_next()
             self._leftovers(decided + 2 if final else decided, final)
             return True

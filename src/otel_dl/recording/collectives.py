@@ -29,7 +29,9 @@ GROUPS: Final = 4_096
 
 HOOK: Final = "hook"
 CALL: Final = "call"
-"""How collectives are known, `dl.collective.source`: from hooks of the groups, or where Python calls torch."""
+FLIGHT_RECORDER: Final = "flight_recorder"
+"""How collectives are known, `dl.collective.source`: from hooks of the groups, or where Python calls torch and, beside
+it, what C++ issues from the Flight Recorder."""
 
 ISSUED: Final = 1
 WAITED_FOR: Final = 2
@@ -270,6 +272,9 @@ class Collectives:
             del known[oldest]
             self.latest.pop(oldest, None)
         known[communicator.id] = communicator
+
+    def communicator(self, group: str) -> Communicator | None:
+        return self._communicators.get(group)
 
     def issued(self, group: str) -> tuple[int, str, int]:
         """(number, name, bytes) of the collective that was issued last in `group`; (0, "", -1) where there is none.

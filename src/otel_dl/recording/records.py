@@ -195,6 +195,8 @@ class Step(StepState):
     boundary: tuple[int, int] | None = None
     """(records, time) of the first event after the latest optimizer step: where a next step would begin."""
     global_step: int | None = None
+    unseen: Sequence[Collective] = ()
+    """Those that only the Flight Recorder knows, once the builder has read it."""
     explicit = False
     joined = False
     """Whether this rank has run out of data, and takes part in the others' step."""

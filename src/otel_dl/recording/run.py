@@ -19,6 +19,7 @@ from otel_dl.recording.collectives import Collectives
 from otel_dl.recording.details import Detail
 from otel_dl.recording.device import DeviceTime
 from otel_dl.recording.failure import Failure
+from otel_dl.recording.flight_recorder import FlightRecorder
 from otel_dl.recording.held import Held
 from otel_dl.recording.identity import Expected, Identity, SharedRun
 from otel_dl.recording.keep import Head, Keep, NeverHead
@@ -95,6 +96,8 @@ class Run:
         """The step that is open, of the thread that bounds them."""
         self._end_step_range: Callable[[], None] | None = None
         self.collectives = Collectives(self)
+        self.flight_recorder: FlightRecorder | None = None
+        """Where only that shows what C++ issues. (Not in a forked child: torch's may be locked for ever there.)"""
         self.number = 0
         """Of the step that is opened next."""
         self._decided_for = -1

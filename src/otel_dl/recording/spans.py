@@ -119,7 +119,7 @@ class SpanBuilder:
         context = _context(*run.step_ids(step.number, identity))
         parent: SpanContext | None = None
         settled = settle(Record._make(record) for record in step.records)
-        records, collectives, reduced = reduce(settled.records, step.collectives, self._room(identity))
+        records, collectives, reduced = reduce(settled.records, _by_start(step), self._room(identity))
         settled = settled._replace(records=records)
         # The context of the run's trace; the former kept step; a span of the user's around the step.
         links = [Link(_context(*run.run_ids()))]
@@ -503,6 +503,10 @@ def _group_attributes(event: GroupChange) -> Attributes:
         attributes["dl.timeout_s"] = event.limit_s
         attributes["dl.timeout.source"] = event.source
     return attributes
+
+
+def _by_start(step: Step) -> Sequence[Collective]:
+    return sorted([*step.collectives, *step.unseen], key=_issued_at) if step.unseen else step.collectives
 
 
 def _issued_at(collective: Collective) -> int:

@@ -6,7 +6,7 @@ What is issued is seen at the process group, from one of two sources:
   and functional collectives as well. They run under a lock of the group: nothing may be registered or taken back from
   within one (it would wait for ever), and what one raises reaches the user.
 - `call`: before, the methods of `ProcessGroup` that c10d's functions call. What C++ issues (DDP's buckets, functional
-  collectives) is not seen there.
+  collectives) is not seen there: from torch 2.8 on the Flight Recorder tells of it, which the builder reads.
 
 What waits is seen in c10d's functions, through the cell `func` of `@_exception_logger`
 (torch/distributed/c10d_logger.py, 2.4-2.15), which reaches aliases taken earlier, and in `Work.wait`. No `Work` and no
@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches._patching import Patches
-from otel_dl.patches.collectives import ddp, join, sources, waits
+from otel_dl.patches.collectives import ddp, flight_recorder, join, sources, waits
 from otel_dl.patches.collectives.tracker import Tracker
 from otel_dl.recording.collectives import CALL, HOOK
 
@@ -43,6 +43,7 @@ def install(run: Run, patches: Patches) -> None:
         sources.install_hooks(tracker, c10d)
     else:
         sources.install_methods(tracker, group_class)
+        flight_recorder.install(tracker)
     waits.install_functions(tracker, c10d)
     waits.install_monitored_barrier(tracker, c10d, dist)
     waits.install_wait(tracker, c10d.Work)

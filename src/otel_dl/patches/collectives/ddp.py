@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from otel_dl.log import logger
+from otel_dl.patches.collectives import flight_recorder
 from otel_dl.patches.collectives.tracker import Thread, Tracker
 from otel_dl.recording.collectives import CALL, Bucket, How
 from otel_dl.recording.records import clock
@@ -23,10 +24,11 @@ def install_ddp(tracker: Tracker, c10d: Any) -> None:
         group = model.__dict__.get("process_group")
         if group is not None and isinstance(group, c10d.ProcessGroup):
             tracker.communicator(group).ddp = True
-            if tracker.source == CALL:
+            if tracker.source == CALL and tracker.run.flight_recorder is None:
                 logger.info(
                     "otel-dl: this torch does not show the gradient buckets of DistributedDataParallel; their"
-                    " collectives are not in the trace (torch 2.15 and newer: they are)."
+                    " collectives are not in the trace (%s).",
+                    flight_recorder.remedy(),
                 )
 
     @functools.wraps(original)

@@ -8,7 +8,6 @@ it (SIGABRT or SIGSEGV: gloo, torch 2.15).
 from __future__ import annotations
 
 import importlib
-import json
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +18,7 @@ from otel_dl.patches.collectives.ops import TRANSFERS, Op
 from otel_dl.patches.groups import ask, group_of
 from otel_dl.recording.collectives import CALL, Bucket, Collective, Communicator, How
 from otel_dl.recording.context import SUPPRESSED, get_current
+from otel_dl.recording.flight_recorder import OTHER_FORM, entries
 from otel_dl.recording.lane import is_failure
 from otel_dl.recording.ranks import Group, Wait
 from otel_dl.recording.records import clock
@@ -157,6 +157,9 @@ class Tracker:
         size = _bytes(tensors) if tensors else 0
         transfer = name in TRANSFERS
         seq = communicator.number(transfer, name == SpanName.MONITORED_BARRIER)
+        recorder = self.run.flight_recorder
+        if recorder is not None and not transfer:
+            recorder.called(communicator.id, seq, start)
         if thread.op is not None:
             around = thread.around
             if around is not None:
@@ -311,8 +314,7 @@ def transfers_before(group: Any) -> int:
     if not count or dump is None:
         return 0
     try:
-        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    except (RuntimeError, ValueError):
+        seqs = [entry.seq for entry in entries(dump(includeCollectives=True)) if entry.group == group.group_name]
+    except (RuntimeError, *OTHER_FORM):
         return 0
-    seqs = [entry["collective_seq_id"] for entry in entries if entry.get("process_group", [""])[0] == group.group_name]
     return count - max(seqs) if seqs else 0

@@ -1,0 +1,312 @@
+"""What C++ issues unseen (DDP's gradient buckets, functional collectives), out of torch's Flight Recorder: a ring of
+what each group has issued, with times.
+
+The builder reads it, and only where a step that is kept may lack something. What that costs (torch 2.10, 2,000
+entries): the dump 30 ms and more of the builder's thread, without the GIL; what is new in it 10 µs an entry with it, in
+the builder's short turns. So a dump is taken for several steps at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter, time_ns
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from otel_dl.faults import from_signal_handler
+from otel_dl.log import logger
+from otel_dl.recording.collectives import FLIGHT_RECORDER, Collective, Communicator
+from otel_dl.recording.records import Evaluation, Kind, Step, clock
+from otel_dl.semconv import SpanName
+
+if TYPE_CHECKING:
+    from otel_dl.recording.run import Run
+
+LEAST_REST_NS: Final = 2_000_000_000
+REST: Final = 99
+"""Between two dumps so many times what the last one took, LEAST_REST_NS at least; less where half of the ring is
+new."""
+REMEMBERED: Final = 4_096
+"""Collectives that belong to no step yet, at most: another rank may ask for their step."""
+OVERWRITTEN: Final = "steps of which the Flight Recorder had forgotten collectives (TORCH_FR_BUFFER_SIZE)"
+"""The key in `Run.dropped`."""
+_CLAIM_NS: Final = 100_000_000
+"""How much later than torch Python may say that a call began: torch reads the clock that is set."""
+
+_OPS: Final = {
+    "all_reduce": SpanName.ALL_REDUCE,
+    "sparse_all_reduce": SpanName.ALL_REDUCE,
+    "all_gather": SpanName.ALL_GATHER,
+    "all_to_all": SpanName.ALL_TO_ALL,
+    "barrier": SpanName.BARRIER,
+    "broadcast": SpanName.BROADCAST,
+    "gather": SpanName.GATHER,
+    "reduce": SpanName.REDUCE,
+    "scatter": SpanName.SCATTER,
+}
+"""By what stands after `gloo:` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.10)."""
+
+_BYTES: Final = {
+    "Byte": 1, "Char": 1, "Bool": 1, "Short": 2, "Int": 4, "Long": 8,
+    "Half": 2, "BFloat16": 2, "Float": 4, "Double": 8, "ComplexHalf": 4, "ComplexFloat": 8, "ComplexDouble": 16,
+}  # fmt: skip
+"""Of one element (torch/headeronly/core/ScalarType.h)."""
+_NO_GRADIENT: Final = frozenset({"Byte", "Char", "Bool", "Short", "Int", "Long"})
+
+OTHER_FORM: Final = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What reading a dump raises that has another form than that of torch 2.8 to 2.15."""
+
+
+class Dump(Protocol):
+    """torch._C._distributed_c10d._dump_fr_trace_json."""
+
+    def __call__(self, includeCollectives: bool, onlyActive: bool = False) -> bytes | str: ...
+
+
+class Entry(NamedTuple):
+    """One entry of the Flight Recorder's."""
+
+    id: int
+    """They are numbered through."""
+    group: str
+    op: str
+    """`all_reduce`, without the backend that stands before it."""
+    seq: int
+    transfer: bool
+    retired: bool
+    """Whether gloo is done with it (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.15)."""
+    created: int
+    """Epoch ns."""
+    size: int
+    """Bytes; -1: not known."""
+    type: str
+    """Of its first tensor; empty where there is none."""
+
+
+def entries(dump: bytes | str, after: int = -1) -> Iterator[Entry]:
+    """Those of a dump with a greater id than `after`, in order, each read when it is asked for. Raises OTHER_FORM."""
+    text = dump.decode() if isinstance(dump, bytes) else dump
+    decoder = json.JSONDecoder()
+    place = text.find('"entries":[')
+    if place < 0:
+        if "entries" in json.loads(text):
+            raise ValueError("its list of entries stands otherwise")
+        return  # it has none yet
+    place += len('"entries":[')
+    known = text.find(f'"record_id":{after},', place) if after >= 0 else -1
+    if known >= 0:
+        place = text.find("},{", known) + 2
+        if place == 1:
+            return
+    while text[place] != "]":
+        found, place = decoder.raw_decode(text, place)
+        entry = _entry(found)
+        if entry.id > after:
+            yield entry
+        if text[place] == ",":
+            place += 1
+
+
+def _entry(found: dict[str, Any]) -> Entry:
+    types: list[str] = found["input_dtypes"] or found["output_dtypes"]
+    sizes: list[list[int]] = found["input_sizes"] or found["output_sizes"]
+    return Entry(
+        int(found["record_id"]),
+        str(found["process_group"][0]),
+        str(found["profiling_name"]).partition(":")[2].removeprefix("_"),
+        int(found["collective_seq_id"]),
+        bool(found["is_p2p"]),
+        bool(found["retired"]),
+        int(found["time_created_ns"]),
+        sum(_bytes(size, type) for size, type in zip(sizes, types, strict=True)) if set(types) <= _BYTES.keys() else -1,
+        types[0] if types else "",
+    )
+
+
+def _bytes(size: list[int], type: str) -> int:
+    count = _BYTES[type]
+    for length in size:
+        count *= length
+    return count
+
+
+class FlightRecorder:
+    """The collectives that nothing else of ours sees, for the builder. `dump` is torch's, `ring` how many entries it
+    keeps; `communicator` knows a group by its name that none of Python's calls has touched."""
+
+    def __init__(self, run: Run, dump: Dump, ring: int, communicator: Callable[[str], Communicator | None]) -> None:
+        self._run = run
+        self._dump = dump
+        self._ring = ring
+        self._communicator = communicator
+        self._others: dict[str, Communicator | None] = {}
+        self._began = time_ns()
+        self.on = True
+        self.busy = False
+        """Whether a dump is being read, and nobody has to rest before more of it is."""
+        self._called: deque[tuple[str, int, int]] = deque(maxlen=2 * ring)
+        """(group, number, start) of what Python has called."""
+        self._calls = 0
+        self._claims: dict[tuple[str, int], list[int]] = {}
+        self._unseen: deque[tuple[Collective, bool]] = deque(maxlen=REMEMBERED)
+        """Collectives that C++ has issued, by their start, and whether each can be of gradients."""
+        self._reading: Iterator[Entry] | None = None
+        self._taken = self._shift = 0
+        """When the latest dump was taken, and how far torch's clock is before ours."""
+        self._known = 0
+        """What was issued before is known."""
+        self._next = 0
+        self._last = -1
+        """Id of the last entry that was read."""
+        self._gap = (0, 0)
+        """What was issued between these two had been overwritten before the latest dump was taken."""
+        self._counts = (0, 0)
+        """What `_count` said when nothing was unseen."""
+
+    # In the threads that train.
+
+    def called(self, group: str, seq: int, start: int) -> None:
+        """Python is about to call this collective: it has a span. In steps that nobody keeps this is all there is."""
+        self._called.append((group, seq, start))
+        self._calls += 1
+
+    # In the builder's.
+
+    def has(self, trace: Step | Evaluation, until: float, at_once: bool) -> bool:
+        """Whether what was issued in `trace`, which is closed, is known. Reads on until `until` (`perf_counter`); with
+        `at_once` it does not rest, nor stop."""
+        self.busy = False
+        try:
+            return not self.on or self._has(_end(trace), until, at_once)
+        except Exception as error:
+            if from_signal_handler(error):
+                raise
+            self._give_up(error)
+            return True
+
+    def _has(self, end: int, until: float, at_once: bool) -> bool:
+        if end <= self._known:
+            return True
+        if self._reading is None:
+            now = clock()
+            counts = self._count()
+            new = counts[0] - self._counts[0]
+            if new == counts[1] - self._counts[1]:
+                self._counts, self._known = counts, now
+                return True
+            # It is negative where groups have ended.
+            if not at_once and now < self._next and 0 <= 2 * new < self._ring:
+                return False
+            self._counts = counts
+            self._take_dump(now)
+        assert self._reading is not None
+        for entry in self._reading:
+            self._add(entry)
+            if not at_once and perf_counter() > until:
+                self.busy = True
+                return False
+        self._reading, self._known = None, self._taken
+        return True
+
+    def _count(self) -> tuple[int, int]:
+        """(collectives that torch counts in all groups, calls of Python's so far): 10 µs."""
+        status: dict[str, dict[str, Any]] = json.loads(self._dump(includeCollectives=False))["pg_status"] or {}
+        return sum(max(0, int(group["last_enqueued_collective"])) for group in status.values()), self._calls
+
+    def _take_dump(self, now: int) -> None:
+        before, self._taken = self._taken, now
+        dump = self._dump(includeCollectives=True)
+        after = clock()
+        self._next = after + max(LEAST_REST_NS, REST * (after - now))
+        self._shift = time_ns() - clock()
+        # Whatever the dump has of Python's calls was said before it was taken.
+        while self._called:
+            group, seq, start = self._called.popleft()
+            self._claims.setdefault((group, seq), []).append(start)
+        while len(self._claims) > 2 * self._ring:
+            del self._claims[next(iter(self._claims))]
+        self._reading = entries(dump, self._last)
+        self._gap = before, self._gap[1]
+
+    def _add(self, entry: Entry) -> None:
+        start = entry.created - self._shift
+        if entry.id > self._last + 1:
+            self._gap = self._gap[0], start
+        self._last = entry.id
+        claims = self._claims.get((entry.group, entry.seq))
+        if claims and claims[0] <= start + _CLAIM_NS:
+            claims.pop(0)
+            if not claims:
+                del self._claims[entry.group, entry.seq]
+            return
+        name = _OPS.get(entry.op)
+        if entry.transfer or name is None or entry.created < self._began:
+            return
+        communicator = self._communicator_of(entry.group)
+        if communicator is None:
+            return  # its group is gone, and nobody has seen it
+        collective = Collective(communicator, name, 0, "", FLIGHT_RECORDER, entry.size, start, True)
+        collective.seq, collective.issued = entry.seq, start
+        self._unseen.append((collective, bool(entry.type) and entry.type not in _NO_GRADIENT))
+
+    def _communicator_of(self, group: str) -> Communicator | None:
+        known = self._run.collectives.communicator(group) or self._others.get(group)
+        if known is None:
+            known = self._others[group] = self._communicator(group)
+        return known
+
+    def take(self, trace: Step | Evaluation) -> list[Collective]:
+        """Those in `trace` that nothing else has seen, by their start, each with the index of the bucket that it is."""
+        start, end = _start(trace), _end(trace)
+        found: list[tuple[Collective, bool]] = []
+        first = isinstance(trace, Step) and trace.number == 0
+        for _ in range(len(self._unseen)):
+            one = self._unseen.popleft()
+            if start <= one[0].start <= end:
+                found.append(one)
+            elif first and one[0].start < start:
+                self._run.collectives.leave(one[0])  # there was no step yet
+            else:
+                self._unseen.append(one)
+        if start < self._gap[1] and self._gap[0] < end:
+            self._run.dropped[OVERWRITTEN] += 1
+        _number_buckets(trace, found)
+        return [collective for collective, _ in found]
+
+    def _give_up(self, error: Exception) -> None:
+        self.on, self._reading = False, None
+        logger.warning(
+            "otel-dl: torch's Flight Recorder says what is not understood (%s: %s): what C++ issues (the gradient"
+            " buckets of DistributedDataParallel, functional collectives) is not in the trace from here on.",
+            type(error).__name__,
+            error,
+        )
+
+
+def _start(trace: Step | Evaluation) -> int:
+    return trace.start if isinstance(trace, Step) else min((record[1] for record in trace.records), default=0)
+
+
+def _end(trace: Step | Evaluation) -> int:
+    return trace.end if isinstance(trace, Step) else max((record[2] for record in trace.records), default=0)
+
+
+def _number_buckets(trace: Step | Evaluation, found: list[tuple[Collective, bool]]) -> None:
+    """DDP launches its buckets in the order of their indices, in each backward pass
+    (torch/csrc/distributed/c10d/reducer.cpp::mark_bucket_ready)."""
+    for record in trace.records:
+        kind, start, end = record[0], record[1], record[2]
+        if not isinstance(kind, int) or not kind & Kind.BACKWARD:
+            continue
+        counts: dict[str, int] = {}
+        for collective, of_gradients in found:
+            group = collective.communicator
+            if (
+                group.ddp
+                and of_gradients
+                and collective.name == SpanName.ALL_REDUCE
+                and start <= collective.start <= end
+            ):
+                collective.bucket_index = counts.get(group.id, 0)
+                counts[group.id] = collective.bucket_index + 1
