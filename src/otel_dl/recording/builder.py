@@ -268,6 +268,8 @@ class Builder:
                     return False
                 self._is_whole(closed[0], 0.0)
                 self._build_next()
+            if final and self._run.flight_recorder is not None and not self._run.keep.head.off:
+                self._run.flight_recorder.finish()
             self._leftovers(decided + 2 if final else decided, final)
             return True
         except Exception as error:

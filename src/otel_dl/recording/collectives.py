@@ -293,6 +293,9 @@ class Collectives:
     def groups_ended(self) -> None:
         """There are no groups any more. The next ones have the same names, and count from 1: what was issued in these
         would be taken for having come to what it never came to."""
+        recorder = self._run.flight_recorder
+        if recorder is not None:
+            recorder.groups_ended(self._communicators)
         self.latest.clear()
         self._communicators.clear()
         self.outstanding.clear()

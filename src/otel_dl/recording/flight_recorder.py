@@ -31,6 +31,7 @@ REMEMBERED: Final = 4_096
 """Collectives that belong to no step yet, at most: another rank may ask for their step."""
 OVERWRITTEN: Final = "steps of which the Flight Recorder had forgotten collectives (TORCH_FR_BUFFER_SIZE)"
 """The key in `Run.dropped`."""
+_GENERATIONS: Final = 8
 _CLAIM_NS: Final = 100_000_000
 """How much later than torch Python may say that a call began: torch reads the clock that is set."""
 
@@ -96,8 +97,9 @@ def entries(dump: bytes | str, after: int = -1) -> Iterator[Entry]:
     place += len('"entries":[')
     known = text.find(f'"record_id":{after},', place) if after >= 0 else -1
     if known >= 0:
-        place = text.find("},{", known) + 2
-        if place == 1:
+        # Keys are in alphabetical order, and no string can hold quotes that are not escaped.
+        place = text.find('{"collective_seq_id":', known)
+        if place < 0:
             return
     while text[place] != "]":
         found, place = decoder.raw_decode(text, place)
@@ -133,14 +135,16 @@ def _bytes(size: list[int], type: str) -> int:
 
 class FlightRecorder:
     """The collectives that nothing else of ours sees, for the builder. `dump` is torch's, `ring` how many entries it
-    keeps; `communicator` knows a group by its name that none of Python's calls has touched."""
+    keeps; `groups` knows those that there are, also those that none of Python's calls has touched, by id."""
 
-    def __init__(self, run: Run, dump: Dump, ring: int, communicator: Callable[[str], Communicator | None]) -> None:
+    def __init__(self, run: Run, dump: Dump, ring: int, groups: Callable[[], dict[str, Communicator]]) -> None:
         self._run = run
         self._dump = dump
         self._ring = ring
-        self._communicator = communicator
-        self._others: dict[str, Communicator | None] = {}
+        self._groups = groups
+        self._others: dict[str, Communicator] = {}
+        self._ended: deque[tuple[int, dict[str, Communicator]]] = deque(maxlen=_GENERATIONS)
+        """Groups that were ended together, and when: the next ones have the same names."""
         self._began = time_ns()
         self.on = True
         self.busy = False
@@ -161,6 +165,8 @@ class FlightRecorder:
         """Id of the last entry that was read."""
         self._gap = (0, 0)
         """What was issued between these two had been overwritten before the latest dump was taken."""
+        self._former = (-1, 0)
+        """Number and end of the latest step that was taken."""
         self._counts = (0, 0)
         """What `_count` said when nothing was unseen."""
 
@@ -171,21 +177,35 @@ class FlightRecorder:
         self._called.append((group, seq, start))
         self._calls += 1
 
+    def groups_ended(self, known: dict[str, Communicator]) -> None:
+        """All groups are about to be forgotten; `known` are those that Python's calls have touched."""
+        self._ended.append((clock(), {**self._groups(), **self._others, **known}))
+        self._others = {}
+
     # In the builder's.
 
     def has(self, trace: Step | Evaluation, until: float, at_once: bool) -> bool:
         """Whether what was issued in `trace`, which is closed, is known. Reads on until `until` (`perf_counter`); with
         `at_once` it does not rest, nor stop."""
+        return self._has(_end(trace), until, at_once)
+
+    def finish(self) -> None:
+        """The run ends, and no step is open."""
+        number, end = self._former
+        if self._run.number == number + 1 and self._has(clock(), 0.0, True):
+            self._leave_between(end, clock())
+
+    def _has(self, end: int, until: float, at_once: bool) -> bool:
         self.busy = False
         try:
-            return not self.on or self._has(_end(trace), until, at_once)
+            return not self.on or self._read(end, until, at_once)
         except Exception as error:
             if from_signal_handler(error):
                 raise
             self._give_up(error)
             return True
 
-    def _has(self, end: int, until: float, at_once: bool) -> bool:
+    def _read(self, end: int, until: float, at_once: bool) -> bool:
         if end <= self._known:
             return True
         if self._reading is None:
@@ -243,39 +263,51 @@ class FlightRecorder:
         name = _OPS.get(entry.op)
         if entry.transfer or name is None or entry.created < self._began:
             return
-        communicator = self._communicator_of(entry.group)
+        communicator = self._communicator(entry.group, start)
         if communicator is None:
             return  # its group is gone, and nobody has seen it
         collective = Collective(communicator, name, 0, "", FLIGHT_RECORDER, entry.size, start, True)
         collective.seq, collective.issued = entry.seq, start
         self._unseen.append((collective, bool(entry.type) and entry.type not in _NO_GRADIENT))
 
-    def _communicator_of(self, group: str) -> Communicator | None:
-        known = self._run.collectives.communicator(group) or self._others.get(group)
-        if known is None:
-            known = self._others[group] = self._communicator(group)
-        return known
+    def _communicator(self, group: str, at: int) -> Communicator | None:
+        for end, known in list(self._ended):
+            if at <= end:
+                return known.get(group)
+        found = self._run.collectives.communicator(group) or self._others.get(group)
+        if found is None:
+            self._others = self._groups()
+            found = self._others.get(group)
+        return found
 
     def take(self, trace: Step | Evaluation) -> list[Collective]:
         """Those in `trace` that nothing else has seen, by their start, each with the index of the bucket that it is."""
         start, end = _start(trace), _end(trace)
-        found: list[tuple[Collective, bool]] = []
-        first = isinstance(trace, Step) and trace.number == 0
-        for _ in range(len(self._unseen)):
-            one = self._unseen.popleft()
-            if start <= one[0].start <= end:
-                found.append(one)
-            elif first and one[0].start < start:
-                self._run.collectives.leave(one[0])  # there was no step yet
-            else:
-                self._unseen.append(one)
+        found = self._between(start, end)
+        if isinstance(trace, Step):
+            if trace.number == self._former[0] + 1:
+                self._leave_between(self._former[1], start)
+            self._former = trace.number, end
         if start < self._gap[1] and self._gap[0] < end:
             self._run.dropped[OVERWRITTEN] += 1
         _number_buckets(trace, found)
         return [collective for collective, _ in found]
 
+    def _between(self, start: int, end: int) -> list[tuple[Collective, bool]]:
+        found = [one for one in self._unseen if start <= one[0].start <= end]
+        if found:
+            others = [one for one in self._unseen if not start <= one[0].start <= end]
+            self._unseen = deque(others, maxlen=REMEMBERED)
+        return found
+
+    def _leave_between(self, start: int, end: int) -> None:
+        """There was no step between these."""
+        for collective, _ in self._between(start, end):
+            self._run.collectives.leave(collective)
+
     def _give_up(self, error: Exception) -> None:
         self.on, self._reading = False, None
+        self._unseen.clear()
         logger.warning(
             "otel-dl: torch's Flight Recorder says what is not understood (%s: %s): what C++ issues (the gradient"
             " buckets of DistributedDataParallel, functional collectives) is not in the trace from here on.",

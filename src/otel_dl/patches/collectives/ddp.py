@@ -19,15 +19,16 @@ def install_ddp(tracker: Tracker, c10d: Any) -> None:
 
     ddp: Any = DistributedDataParallel
     original = ddp.__dict__["__init__"]
+    said: list[bool] = []
 
     def mark(model: Any) -> None:
         group = model.__dict__.get("process_group")
         if group is not None and isinstance(group, c10d.ProcessGroup):
             tracker.communicator(group).ddp = True
-            if tracker.source == CALL and tracker.run.flight_recorder is None:
+            if tracker.source == CALL and tracker.run.flight_recorder is None and not said:
+                said.append(True)
                 logger.info(
-                    "otel-dl: this torch does not show the gradient buckets of DistributedDataParallel; their"
-                    " collectives are not in the trace (%s).",
+                    "otel-dl: the gradient buckets of DistributedDataParallel are not in the trace (%s).",
                     flight_recorder.remedy(),
                 )
 

@@ -30,7 +30,7 @@ def install(tracker: Tracker) -> None:
         return
     ring = _switch_on(dump)
     if ring > 0:
-        tracker.run.flight_recorder = FlightRecorder(tracker.run, dump, ring, _communicator)
+        tracker.run.flight_recorder = FlightRecorder(tracker.run, dump, ring, _groups)
 
 
 def remedy() -> str:
@@ -68,15 +68,13 @@ def _switch_on(dump: Dump) -> int:
     return 0 if ask(distributed_c10d().is_initialized, False) and not made.get("pg_config") else _RING
 
 
-def _communicator(name: str) -> Communicator | None:
-    """Of a group that no call of Python's has touched."""
-    for group in list(distributed_c10d()._world.pg_map):
-        if group.group_name == name:
-            return _of(name, group.size(), weakref.ref(group))
-    return None
+def _groups() -> dict[str, Communicator]:
+    """All that there are, by name."""
+    groups = [(group, str(group.group_name)) for group in list(distributed_c10d()._world.pg_map)]
+    return {name: _communicator(name, group.size(), weakref.ref(group)) for group, name in groups}
 
 
-def _of(name: str, size: int, reference: weakref.ref[Any]) -> Communicator:
+def _communicator(name: str, size: int, reference: weakref.ref[Any]) -> Communicator:
     def describe() -> Group:
         alive = reference()
         return (group_of(alive) if alive is not None else None) or Group(name, tuple(range(size)), "", 0.0)
