@@ -317,4 +317,5 @@ def transfers_before(group: Any) -> int:
         seqs = [entry.seq for entry in entries(dump(includeCollectives=True)) if entry.group == group.group_name]
     except (RuntimeError, *OTHER_FORM):
         return 0
-    return count - max(seqs) if seqs else 0
+    # The last one's, not the greatest: a group that was destroyed may have had the same name.
+    return max(0, count - seqs[-1]) if seqs else 0
