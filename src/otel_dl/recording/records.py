@@ -16,6 +16,8 @@ from otel_dl.recording.ranks import Stall
 from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext
 
