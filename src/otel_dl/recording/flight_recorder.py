@@ -23,10 +23,11 @@ from otel_dl.semconv import SpanName
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
-LEAST_REST_NS: Final = 2_000_000_000
-REST: Final = 99
-"""Between two dumps so many times what the last one took, LEAST_REST_NS at least; less where half of the ring is
-new."""
+REST_NS: Final = 2_000_000_000
+"""Between two dumps, unless half of the ring is new."""
+LEAST_REST: Final = 39
+"""Between two dumps in any case, so many times what the last one took: where more is issued meanwhile than the ring
+holds, it is not chased."""
 REMEMBERED: Final = 4_096
 """Collectives that belong to no step yet, at most: another rank may ask for their step."""
 OVERWRITTEN: Final = "steps of which the Flight Recorder had forgotten collectives (TORCH_FR_BUFFER_SIZE)"
@@ -160,7 +161,8 @@ class FlightRecorder:
         """When the latest dump was taken, and how far torch's clock is before ours."""
         self._known = 0
         """What was issued before is known."""
-        self._next = 0
+        self._rested = -REST_NS
+        self._least_rest = 0
         self._last = -1
         """Id of the last entry that was read."""
         self._gap = (0, 0)
@@ -216,7 +218,8 @@ class FlightRecorder:
                 self._counts, self._known = counts, now
                 return True
             # It is negative where groups have ended.
-            if not at_once and now < self._next and 0 <= 2 * new < self._ring:
+            rest = REST_NS if 0 <= 2 * new < self._ring else 0
+            if not at_once and now < self._rested + max(rest, self._least_rest):
                 return False
             self._counts = counts
             self._take_dump(now)
@@ -238,7 +241,7 @@ class FlightRecorder:
         before, self._taken = self._taken, now
         dump = self._dump(includeCollectives=True)
         after = clock()
-        self._next = after + max(LEAST_REST_NS, REST * (after - now))
+        self._rested, self._least_rest = after, LEAST_REST * (after - now)
         self._shift = time_ns() - clock()
         # Whatever the dump has of Python's calls was said before it was taken.
         while self._called:
