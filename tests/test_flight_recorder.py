@@ -272,7 +272,7 @@ def test_steps_that_nobody_keeps_are_not_looked_up() -> None:
 
 
 def test_one_dump_serves_many_steps() -> None:
-    for answer in job("test_flight_recorder:kept"):
+    for answer in job("test_flight_recorder:kept", TORCH_FR_BUFFER_SIZE="2000"):
         first, *others = answer["counts"]
         assert len(others) == 299
         assert 0 in first or "0" in first
@@ -318,7 +318,10 @@ def test_what_the_ring_has_forgotten_is_counted() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [({"TORCH_FR_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE=0 switches"), ({"FIRST": "1"}, "call instrument() before")],
+    [
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE=0: torch's Flight Recorder is read where"),
+        ({"FIRST": "1"}, "call instrument() before"),
+    ],
 )
 def test_where_it_is_off_the_user_hears_what_is_missing(setting: dict[str, str], words: str) -> None:
     (answer,) = job("test_flight_recorder:off", ranks=1, **setting)
