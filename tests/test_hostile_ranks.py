@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support.children import environment, free_port
+from support.children import environment, free_port, printed
 from support.loader_jobs import SCRIPTS
 
 pytestmark = pytest.mark.long
@@ -36,7 +36,7 @@ def train(what: str, **settings: str) -> tuple[str, list[str]]:
     ]  # fmt: skip
     said = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    return said[0][0], [error for _, error in said]
+    return printed(said[0][0]), [error for _, error in said]
 
 
 @pytest.fixture(scope="module")

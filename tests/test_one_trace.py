@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.children import environment, free_port
+from support.children import environment, free_port, printed
 from support.loader_jobs import SCRIPTS, spans
 from support.validate import digest, validate
 
@@ -68,7 +68,7 @@ def job(directory: Path, world: int, *arguments: str, timeout: float = 120, **se
     said = [error for _, error in outputs]
     assert [rank.returncode for rank in ranks] == [0] * world, said
     assert "a fault of ours" not in "".join(said), said
-    return Job(spans(directory), said, max(json.loads(out)["seconds"] for out, _ in outputs))
+    return Job(spans(directory), said, max(json.loads(printed(out))["seconds"] for out, _ in outputs))
 
 
 def reasons(step: dict[int, Span]) -> dict[int, str]:

@@ -22,6 +22,11 @@ LAST_LINE = "print('END', time.monotonic(), flush=True)"
 """What a script runs last of all, where its end is measured (`time.monotonic` is one clock for all processes)."""
 
 
+def printed(output: str) -> str:
+    """What a script has printed. (gloo of torch 2.10 says on stdout that it is connected.)"""
+    return "".join(line for line in output.splitlines(keepends=True) if not line.startswith("[Gloo] "))
+
+
 @dataclass(frozen=True)
 class Result:
     stdout: str
@@ -87,7 +92,7 @@ class Child:
             stdout, stderr = self.process.communicate()
             raise AssertionError(f"still running after {timeout} s\n{self._read}{stdout}\n{stderr}") from None
         ended = time.monotonic()
-        stdout = self._read + stdout
+        stdout = printed(self._read + stdout)
         marks = [float(line.split()[1]) for line in stdout.splitlines() if line.startswith("END ")]
         since = self._signalled or (marks[-1] if marks else self._began)
         return Result(stdout, stderr, self.process.returncode, ended - self._began, ended - since, ended)
