@@ -109,9 +109,10 @@ def mixed(rank: int, size: int, folder: str) -> Any:
                 dist.send(ones, 1)
             else:
                 dist.recv(ones, 0)
+            functional.wait_tensor(functional.all_reduce(ones, "sum", dist.group.WORLD))
             dist.all_reduce_coalesced([ones, ones])
             optimizer.step()
-    return {"steps": steps_of(recorded), "groups": ["0", untouched.group_name], "known": flight_recorder()}
+    return {"steps": steps_of(recorded), "groups": ["0", untouched.group_name]}
 
 
 def sampled_out(rank: int, size: int, folder: str) -> Any:
@@ -257,11 +258,16 @@ def test_what_python_calls_is_not_doubled_and_functional_collectives_are_there_o
                 ("dist.all_gather", untouched, "flight_recorder"),
                 ("dist.barrier", world, "call"),
                 (transfer, world, "call"),
+                ("dist.all_reduce", world, "flight_recorder"),
                 ("dist.all_reduce", world, "call"),
             ]
             seen = [(span["dl.group.id"], span["dl.collective.seq"]) for span in step if "dl.collective.seq" in span]
-            assert len(seen) == len(set(seen)) == 7
-            assert set(seen) <= {(group, number) for group, _, number in answer["known"]}
+            assert len(seen) == len(set(seen)) == 8
+        numbers = [span.get("dl.collective.seq", 0) for step in answer["steps"] for span in step
+                   if span["dl.group.id"] == world and span["name"] != transfer]  # fmt: skip
+        # The objects take two, of which the span has the second.
+        assert [number - numbers[0] for number in numbers] == [8 * step + n for step in range(3)
+                                                               for n in (0, 1, 3, 4, 5, 6, 7)]  # fmt: skip
 
 
 def test_steps_that_nobody_keeps_are_not_looked_up() -> None:
@@ -340,7 +346,8 @@ def _dump(*found: dict[str, Any]) -> str:
 
 def _found(id: int, **other: Any) -> dict[str, Any]:
     return {
-        "collective_seq_id": id + 1, "input_dtypes": ["Float"], "input_sizes": [[2, 3]], "is_p2p": False,
+        "collective_seq_id": id + 1, "op_id": id + 2, "input_dtypes": ["Float"], "input_sizes": [[2, 3]],
+        "is_p2p": False,
         "output_dtypes": [], "output_sizes": [], "process_group": ["0", "default_pg"], "thread_name": 'a},{"b',
         "profiling_name": "gloo:all_reduce", "record_id": id, "retired": True, "time_created_ns": 5, **other,
     }  # fmt: skip
@@ -353,6 +360,6 @@ def test_entries_are_read_from_the_first_new_one_on() -> None:
     assert list(entries(dump, after=6)) == []
     assert [entry.id for entry in entries(_dump(*map(_found, range(10, 13))), after=6)] == [10, 11, 12]
     assert list(entries('{"pg_config":{},"version":"2.10"}')) == []
-    assert next(entries(dump)) == Entry(0, "0", "all_reduce", 1, False, True, 5, 24, "Float")
+    assert next(entries(dump)) == Entry(0, "0", "all_reduce", 1, 2, False, True, 5, 24, "Float")
     assert next(entries(_dump(_found(0, input_dtypes=["Float4"])))).size == -1
     assert next(entries(_dump(_found(0, input_dtypes=[], input_sizes=[])))).size == 0

@@ -34,8 +34,7 @@ REMEMBERED: Final = 4_096
 OVERWRITTEN: Final = "steps of which the Flight Recorder had forgotten collectives (TORCH_FR_BUFFER_SIZE)"
 """The key in `Run.dropped`."""
 _GENERATIONS: Final = 8
-_CLAIM_NS: Final = 100_000_000
-"""How much later than torch Python may say that a call began: torch reads the clock that is set."""
+_GROUPS: Final = 256
 
 _OPS: Final = {
     "all_reduce": SpanName.ALL_REDUCE,
@@ -76,6 +75,8 @@ class Entry(NamedTuple):
     op: str
     """`all_reduce`, without the backend that stands before it."""
     seq: int
+    op_id: int
+    """Its number among all that its group has issued, transfers included."""
     transfer: bool
     retired: bool
     """Whether gloo is done with it (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, 2.15)."""
@@ -120,6 +121,7 @@ def _entry(found: dict[str, Any]) -> Entry:
         str(found["process_group"][0]),
         str(found["profiling_name"]).partition(":")[2].removeprefix("_"),
         int(found["collective_seq_id"]),
+        int(found["op_id"]),
         bool(found["is_p2p"]),
         bool(found["retired"]),
         int(found["time_created_ns"]),
@@ -133,6 +135,15 @@ def _bytes(size: list[int], type: str) -> int:
     for length in size:
         count *= length
     return count
+
+
+class _Claim(NamedTuple):
+    """Python was about to call a collective."""
+
+    communicator: Communicator
+    op_id: int
+    seq: int
+    is_recorded: bool
 
 
 class FlightRecorder:
@@ -151,10 +162,11 @@ class FlightRecorder:
         self.on = True
         self.busy = False
         """Whether a dump is being read, and nobody has to rest before more of it is."""
-        self._called: deque[tuple[str, int, int]] = deque(maxlen=2 * ring)
-        """(group, number, start) of what Python has called."""
+        self._called: deque[_Claim] = deque(maxlen=2 * ring)
         self._calls = 0
-        self._claims: dict[tuple[str, int], list[int]] = {}
+        self._claims: dict[Communicator, deque[_Claim]] = {}
+        self._ahead: dict[Communicator, int] = {}
+        """How far the Flight Recorder's number is before ours: it counts what a monitored barrier is made of (2.10)."""
         self._unseen: deque[tuple[Collective, bool]] = deque(maxlen=REMEMBERED)
         """Collectives that C++ has issued, by their start, and whether each can be of gradients."""
         self._reading: Iterator[Entry] | None = None
@@ -176,9 +188,9 @@ class FlightRecorder:
 
     # In the threads that train.
 
-    def called(self, group: str, seq: int, start: int) -> None:
+    def called(self, communicator: Communicator, op_id: int, seq: int, is_recorded: bool) -> None:
         """Python is about to call this collective: it has a span. In steps that nobody keeps this is all there is."""
-        self._called.append((group, seq, start))
+        self._called.append(_Claim(communicator, op_id, seq, is_recorded))
         self._calls += 1
 
     def groups_ended(self, known: dict[str, Communicator]) -> None:
@@ -247,10 +259,13 @@ class FlightRecorder:
         self._shift = time_ns() - clock()
         # Whatever the dump has of Python's calls was said before it was taken.
         while self._called:
-            group, seq, start = self._called.popleft()
-            self._claims.setdefault((group, seq), []).append(start)
-        while len(self._claims) > 2 * self._ring:
-            del self._claims[next(iter(self._claims))]
+            claim = self._called.popleft()
+            claims = self._claims.get(claim.communicator)
+            if claims is None:
+                claims = self._claims[claim.communicator] = deque(maxlen=2 * self._ring)
+                while len(self._claims) > _GROUPS:
+                    del self._claims[next(iter(self._claims))]
+            claims.append(claim)
         self._reading = entries(dump, self._last)
         self._gap = before, self._gap[1]
 
@@ -259,21 +274,28 @@ class FlightRecorder:
         if entry.id > self._last + 1:
             self._gap = self._gap[0], start
         self._last = entry.id
-        claims = self._claims.get((entry.group, entry.seq))
-        if claims and claims[0] <= start + _CLAIM_NS:
-            claims.pop(0)
-            if not claims:
-                del self._claims[entry.group, entry.seq]
-            return
         name = _OPS.get(entry.op)
         if entry.transfer or name is None or entry.created < self._began:
             return
         communicator = self._communicator(entry.group, start)
         if communicator is None:
             return  # its group is gone, and nobody has seen it
+        if self._is_pythons(entry, communicator):
+            return
         collective = Collective(communicator, name, 0, "", FLIGHT_RECORDER, entry.size, start, True)
-        collective.seq, collective.issued = entry.seq, start
+        collective.seq, collective.issued = entry.seq - self._ahead.get(communicator, 0), start
         self._unseen.append((collective, bool(entry.type) and entry.type not in _NO_GRADIENT))
+
+    def _is_pythons(self, entry: Entry, communicator: Communicator) -> bool:
+        claims = self._claims.get(communicator, ())
+        while claims and claims[0].op_id <= entry.op_id:
+            claim = claims.popleft()
+            if claim.op_id == entry.op_id:
+                self._ahead[communicator] = entry.seq - claim.seq
+                return True
+            if not claim.is_recorded:  # a monitored barrier: the next entry is of what follows it
+                self._ahead[communicator] = entry.seq - claim.seq - 1
+        return False
 
     def _communicator(self, group: str, at: int) -> Communicator | None:
         for end, known in list(self._ended):

@@ -159,7 +159,7 @@ class Tracker:
         seq = communicator.number(transfer, name == SpanName.MONITORED_BARRIER)
         recorder = self.run.flight_recorder
         if recorder is not None and not transfer:
-            recorder.called(communicator.id, seq, start)
+            recorder.called(communicator, communicator.count + 1, seq, name != SpanName.MONITORED_BARRIER)
         if thread.op is not None:
             around = thread.around
             if around is not None:
