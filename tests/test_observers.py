@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from support.inprocess import Recorded, recording
 from support.loops import FORMS, Picky, Points, seed, sgd, train, update
 from torch.utils.data import DataLoader
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
 from otel_dl.recording.observers import STEP, Observer
+from otel_dl.recording.records import Kind
 
 compiled = pytest.mark.skipif(native.hooks is None, reason="nothing is compiled")
 in_both = pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
@@ -147,6 +151,47 @@ def test_what_a_signal_handler_raises_in_one_arrives(in_c: bool, kind: int, begi
         done = 0
         loop(5)
     assert recorded.run.number > 150
+
+
+@in_both
+@pytest.mark.parametrize("phase", [Kind.NEXT, Kind.FORWARD, Kind.EVAL_FORWARD, Kind.BACKWARD, Kind.OPTIMIZER])
+def test_what_was_left_half_done_is_told_to_have_ended(in_c: bool, phase: int) -> None:
+    class Alarm(Exception):
+        pass
+
+    def raising(kind: int, begins: bool, instant: int) -> None:
+        if begins and kind == phase:
+            raise Alarm
+
+    told: list[tuple[int, bool, int]] = []
+    model = Picky(6, 3).eval()
+    with recording(NeverHead(), native=in_c) as recorded:
+        loop(20)
+        listen(recorded, told)
+        recorded.run.observers.of_phases(raising)
+        with pytest.raises(Alarm):
+            loop(20, lambda number: model(torch.ones(1, 6)))
+    phases = Counter((kind, begins) for kind, begins, _ in told if kind != STEP)
+    assert phases[phase, True] == 1
+    assert all(phases[kind, False] == count for (kind, begins), count in phases.items() if begins)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+@in_both
+def test_in_a_forked_child_they_are_told_of_its_steps(in_c: bool) -> None:
+    told: list[tuple[int, bool, int]] = []
+    with recording(NeverHead(), native=in_c) as recorded:
+        listen(recorded, told)
+        loop(5)
+        before = len(told)
+        child = os.fork()
+        if child == 0:
+            recorded.run.restart()
+            told.clear()
+            loop(5)
+            os._exit(0 if len(told) == before else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @in_both

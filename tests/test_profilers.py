@@ -58,11 +58,11 @@ class TestTorch:
 
         with recording(NeverHead(), native=native) as recorded:
             train(20, each)
-            assert recorded.run.range is None
+            assert recorded.run.fast.on_phase is None
         assert phases(profiler) == 3 * list(STEP)
 
-    def test_only_profiled_steps_are_out_of_the_ordinary(self, native: bool) -> None:
-        """An ordinary step becomes the next one; one that a profiler is told of is closed, and another is opened."""
+    def test_profiled_steps_stay_ordinary(self, native: bool) -> None:
+        """They become one another, and are not closed and opened anew."""
         with recording(NeverHead(), native=native) as recorded:
             run = recorded.run
             opened: list[int] = []
@@ -76,13 +76,8 @@ class TestTorch:
             train(400)
             before = len(opened)
             with cpu_profile():
-                train(50)
-            during = len(opened) - before
-            train(400)
-            after = len(opened) - before - during
-        assert during >= 50
-        assert before < 200
-        assert after < 200
+                train(400)
+        assert len(opened) - before < 200
 
     def test_the_spans_are_the_same(self, native: bool) -> None:
         names: list[Counter[str]] = []
@@ -120,7 +115,7 @@ class TestTorch:
         with recording(native=native) as recorded:
             profiler.start()
             Stops(4, 1)(torch.randn(2, 4)).sum().backward()
-            assert recorded.run.local.lane.ranges == []
+            assert recorded.run.fast.on_phase is None
             train(2)
 
     def test_a_dispatch_mode_of_the_users_sees_none_of_it(self, native: bool) -> None:
@@ -230,9 +225,9 @@ class TestNvtx:
         expected = ["push otel_dl", "pop"]  # whether there is anybody
         for number in range(3):
             ended = ["end"] if number else []
-            expected += ["push dataloader.next", *ended, "start train.step", "pop", *step]
+            expected += [*ended, "start train.step", "push dataloader.next", "pop", *step]
         # The next() that finds no more batch ends the last step, and the one that it began.
-        expected += ["push dataloader.next", "end", "start train.step", "pop", "end"]
+        expected += ["end", "start train.step", "push dataloader.next", "pop", "end"]
         assert heard.read_text().splitlines() == expected
 
         heard.unlink()

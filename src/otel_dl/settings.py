@@ -192,8 +192,7 @@ class Settings:
         False,
         "OTEL_DL_NVTX",
         BOOLEAN,
-        "true: steps and phases are NVTX ranges too, for Nsight Systems (a CUDA build of torch); they are then recorded"
-        " in Python",
+        "true: steps and phases are NVTX ranges too, for Nsight Systems (a CUDA build of torch)",
     )
     native: bool = _setting(
         True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"

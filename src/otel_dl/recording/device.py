@@ -273,6 +273,7 @@ class DeviceTime:
 
     def forked(self) -> None:
         """In a forked child, before it is let go."""
+        self.stop()
         _of_a_parent.extend((self._pool, self._pending, self._last))
 
     # In any thread.

@@ -8,7 +8,6 @@ forward once every optimizer of the former step has stepped. Only the thread tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +17,7 @@ from otel_dl.recording.details import Detail
 from otel_dl.recording.device import is_out_of_memory
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
-from otel_dl.recording.records import NAMES, Evaluation, Kind, Step, clock
+from otel_dl.recording.records import Evaluation, Kind, Step, clock
 
 if TYPE_CHECKING:
     from otel_dl.recording.run import Run
@@ -75,7 +74,7 @@ class Segment(Enum):
 class Lane(LaneState):
     """One thread's recorder. What begins a phase returns its start, or 0 where it is not recorded, and has no end."""
 
-    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "former", "ranges", "run", "thread")
+    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "former", "run", "thread")
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -86,8 +85,6 @@ class Lane(LaneState):
         self._evaluation: Evaluation | None = None
         self._explicit = False
         """Whether `otel_dl.step()` was used in this thread: from then on it alone bounds steps."""
-        self.ranges: list[tuple[int, Callable[[], None]]] = []
-        """Open phases that a profiler was told of: the kind, and what ends its range; the innermost last."""
         self.thread = threading.current_thread()
         self._main = self.thread is threading.main_thread()
         if self._main:
@@ -134,15 +131,7 @@ class Lane(LaneState):
             run.status.begin((kinds & _PHASES).bit_count(), kind, start)
             if fast.on_phase is not None:
                 fast.on_phase(kind, True, start)
-        if run.range is not None:
-            self._begin_range(kind)
         return start
-
-    def _begin_range(self, kind: int) -> None:
-        """In a profiler, unless it has begun."""
-        begin = self.run.range
-        if begin is not None and not (self.ranges and self.ranges[-1][0] == kind):
-            self.ranges.append((kind, begin(NAMES[kind])))
 
     def _over(self, kind: int, end: int) -> None:
         """The innermost open phase, which is of this kind, is open no more."""
@@ -153,8 +142,6 @@ class Lane(LaneState):
             run.status.end((kinds & _PHASES).bit_count(), end)
             if fast.on_phase is not None:
                 fast.on_phase(kind, False, end)
-        if self.ranges and self.ranges[-1][0] == kind:
-            self.ranges.pop()[1]()
 
     def end(self, kind: int, start: int, batch: tuple[Any, ...] | None = None) -> None:
         """The innermost open phase, which is of this kind and began at `start`, ends."""
@@ -400,7 +387,6 @@ class Lane(LaneState):
             elif not run.active or get_current().get(SUPPRESSED):
                 return 0
             else:
-                self._begin_range(NEXT)  # like the span, with what the end of a step takes
                 self._boundary(start, loader, epoch)
         else:
             start = clock()

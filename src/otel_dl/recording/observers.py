@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from otel_dl.recording.records import NAMES
+
 if TYPE_CHECKING:
     from otel_dl.recording.native import FastPath
 
@@ -49,6 +51,17 @@ class Observers:
         with self._lock:
             self._of_phases = self._of_steps = ()
             self._fast.on_phase = self._fast.on_step = None
+
+    def forked(self) -> None:
+        """In a forked child: the lock may be held by a thread that is none here."""
+        self._lock = threading.RLock()
+
+    def phases_end(self, kinds: int, instant: int) -> None:
+        """Those of these kinds were left half done. In which order they were open is not known."""
+        for kind in reversed(NAMES):  # an EVAL_FORWARD before a FORWARD, whose bit it has as well
+            if kinds & kind == kind and self._fast.on_phase is not None:
+                kinds &= ~kind
+                self._fast.on_phase(kind, False, instant)
 
     def step_begins(self, instant: int) -> None:
         """At `instant`, which may lie in the past, as that of an end: a boundary may be known only later."""

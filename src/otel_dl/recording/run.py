@@ -61,11 +61,6 @@ class Run:
         self.on_start: Callable[[], None] | None = None
         self.ranks = Ranks()
         """The other ranks of the job, once there are some."""
-        self.range: Callable[[str], Callable[[], None]] | None = None
-        """Begins a range of this name in a profiler, nested in those of the thread; returns what ends it. None where
-        nobody listens."""
-        self.step_range: Callable[[str], Callable[[], None]] | None = None
-        """The same for a step, which is nested in nothing."""
 
         class Local(threading.local):
             def __init__(self, run: Run) -> None:
@@ -73,6 +68,7 @@ class Run:
 
         self._local_type = Local
         self.fast = FastPath(context.variable, settings.step_records)
+        self.observers = Observers(self.fast)
         self._begin(head)
 
     def _begin(self, head: Head) -> None:
@@ -94,7 +90,6 @@ class Run:
         self.stepper = None
         self.current: Step | None = None
         """The step that is open, of the thread that bounds them."""
-        self._end_step_range: Callable[[], None] | None = None
         self.collectives = Collectives(self)
         self.flight_recorder: FlightRecorder | None = None
         """Where only that shows what C++ issues. (Not in a forked child: torch's may be locked for ever there.)"""
@@ -112,7 +107,6 @@ class Run:
         self.status = Status()
         """Where the thread that bounds steps says what it does now; `on_start` puts the page there."""
         self.fast.map_page(0)
-        self.observers = Observers(self.fast)
         self.device = DeviceTime(self)
         """The device's own time, once a device is in use (`patches/device.py`)."""
         self.pending: deque[tuple[Any, ...]] = deque(maxlen=PENDING_RECORDS)
@@ -154,6 +148,7 @@ class Run:
 
     def restart(self) -> None:
         """A run of its own in a forked child: nothing of the parent's is open, held or counted."""
+        self.observers.forked()
         self.device.forked()
         self._begin(self.keep.head)
 
@@ -245,13 +240,7 @@ class Run:
             context.attach(span)
         if self._handed_out is not None:
             self._take_over(step)
-        if self.range is None:
-            step.context = context.get_current()
-        else:
-            # Without a context it is never ordinary (`_native.c`): Python records it, and tells the profiler as well.
-            step.context = None
-            if self.step_range is not None:
-                self._end_step_range = self.step_range(SpanName.STEP)
+        step.context = context.get_current()
         step.plain = not (step.head or step.link is not None or number == 0)
         if self.device.awaited:
             self.device.look_for_it()
@@ -298,21 +287,7 @@ class Run:
             if step.span is not None:
                 step.span.get_span_context()
 
-    def listen(
-        self,
-        range: Callable[[str], Callable[[], None]] | None,
-        step_range: Callable[[str], Callable[[], None]] | None = None,
-    ) -> None:
-        """From now on phases are ranges in a profiler too, which `range` begins; with None no longer. So are steps."""
-        self.range, self.step_range = range, step_range
-        step = self.current
-        if step is not None and range is not None:
-            step.context = None
-
     def _leave(self, step: Step) -> None:
-        if self._end_step_range is not None:
-            end, self._end_step_range = self._end_step_range, None
-            end()
         span = step.span
         if span is not None:
             context.detach(span)
@@ -406,14 +381,15 @@ class Run:
     def recover(self) -> None:
         """Our code was left half done in this thread: no phase counts as open, and what kind of step this is, anew."""
         lane: Lane = self.local.lane
-        lane.kinds = 0
-        while lane.ranges:
-            lane.ranges.pop()[1]()
+        kinds, lane.kinds = lane.kinds, 0
         if lane.bounds:
-            self.status.end(0, clock())
+            now = clock()
+            self.status.end(0, now)
+            with contextlib.suppress(Exception):  # The fault may lie in there.
+                self.observers.phases_end(kinds, now)
         if lane.step is not None:
             lane.step.settled = lane.step.batch = lane.step.plain = False
-        with contextlib.suppress(Exception):  # The fault may lie in there.
+        with contextlib.suppress(Exception):  # Or in there.
             _, span = context.current()
             if isinstance(span, StepSpan) and span.step is not lane.step:
                 context.detach(span)
