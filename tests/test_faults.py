@@ -143,6 +143,7 @@ ALL_TARGETS = {
     "synchronization",
     "processes",
     "process groups",
+    "profilers",
 }
 
 

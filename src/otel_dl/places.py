@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from types import FrameType
+from typing import Any
 
 from otel_dl.faults import is_users
 
@@ -25,6 +26,13 @@ class Place:
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+
+
+def code_attributes(file: str, line: int, function: str) -> dict[str, Any]:
+    """A span's that is about this line; none where no file is known."""
+    if not file:
+        return {}
+    return {"code.file.path": file, "code.line.number": line, "code.function.name": function}
 
 
 def place_of(thread: threading.Thread | None) -> Place:

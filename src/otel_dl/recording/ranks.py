@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from otel_dl.places import code_attributes
+
 
 class Group(NamedTuple):
     """A process group that this rank belongs to."""
@@ -58,6 +60,12 @@ class Stall(NamedTuple):
     file: str
     line: int
     function: str
+
+    def attributes(self) -> dict[str, Any]:
+        """Its span's own."""
+        place = code_attributes(self.file, self.line, self.function)
+        return {**self.explained.attributes, "dl.stall.in": self.name, **place}
+
     """The user's line that waits; empty, 0 and empty where it is not known."""
 
 

@@ -85,6 +85,15 @@ class Batch(NamedTuple):
     pid: int = 0
     start_method: str = ""
 
+    def attributes(self) -> dict[str, Any]:
+        """Of each span that is about it."""
+        attributes: dict[str, Any] = {"dl.loader.id": self.loader, "dl.batch.index": self.place}
+        if self.worker is not None:
+            attributes["dl.worker.id"] = self.worker
+            attributes["dl.worker.pid"] = self.pid
+            attributes["dl.worker.start_method"] = self.start_method
+        return attributes
+
 
 class Record(NamedTuple):
     """One event. On the hot path a plain tuple with these fields in this order (a NamedTuple costs 100 ns more).
@@ -141,6 +150,27 @@ class WorkerLife(NamedTuple):
     idle: int
     """Nanoseconds, until its last fetch that was finished; of no meaning where `fetches` is None: not known."""
 
+    def attributes(self) -> dict[str, Any]:
+        """Its span's own."""
+        attributes: dict[str, Any] = {
+            "dl.loader.id": self.loader,
+            "dl.worker.id": self.worker,
+            "dl.worker.pid": self.pid,
+            "dl.worker.start_method": self.start_method,
+            "dl.worker.end": self.how,
+        }
+        if self.signal:
+            attributes["dl.worker.signal"] = self.signal
+        if self.exit_code is not None:
+            attributes["dl.worker.exit_code"] = self.exit_code
+        if self.samples:
+            attributes["dl.sample.indices"] = self.samples
+        if self.fetches is not None:
+            attributes["dl.worker.fetches"] = self.fetches
+            attributes["dl.worker.busy_ms"] = self.busy / 1e6
+            attributes["dl.worker.idle_ms"] = self.idle / 1e6
+        return attributes
+
 
 class WorkersStarted(NamedTuple):
     """The workers of an iterator were started, between these readings of `clock`."""
@@ -152,6 +182,17 @@ class WorkersStarted(NamedTuple):
     end: int
     free_shm: int | None
     """Bytes in /dev/shm before they were."""
+
+    def attributes(self) -> dict[str, Any]:
+        """Its span's own."""
+        attributes: dict[str, Any] = {
+            "dl.loader.id": self.loader,
+            "dl.worker.count": self.workers,
+            "dl.worker.start_method": self.start_method,
+        }
+        if self.free_shm is not None:
+            attributes["dl.shm.free_bytes"] = self.free_shm
+        return attributes
 
 
 class GroupChange(NamedTuple):
@@ -174,6 +215,20 @@ class GroupChange(NamedTuple):
     error: Failure | None
     words: str
     """What is known of the failure."""
+
+    def attributes(self) -> dict[str, Any]:
+        """Its span's own."""
+        attributes: dict[str, Any] = {}
+        if self.group:
+            attributes["dl.group.id"] = self.group
+        if self.size:
+            attributes["dl.group.size"] = self.size
+        if self.ranks:
+            attributes["dl.group.ranks"] = self.ranks
+        if self.limit_s is not None:
+            attributes["dl.timeout_s"] = self.limit_s
+            attributes["dl.timeout.source"] = self.source
+        return attributes
 
 
 Event = WorkersStarted | WorkerLife | GroupChange | Stall | Record

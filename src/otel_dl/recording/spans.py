@@ -5,16 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from time import time_ns
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
-from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, SpanContext
 
-from otel_dl import semconv
 from otel_dl.recording import ids
 from otel_dl.recording.collectives import Collective
 from otel_dl.recording.collectives import attributes as collective_attributes
@@ -35,38 +32,21 @@ from otel_dl.recording.records import (
     to_epoch_ns,
 )
 from otel_dl.recording.reduced import reduce
+from otel_dl.recording.span import SCOPE, USER_SCOPE, Attributes, context_of, make_span, narrow
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
-from otel_dl.version import __version__
 
 if TYPE_CHECKING:
     from otel_dl.recording.identity import Identity
     from otel_dl.recording.run import Run
 
-SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-
-_SCOPE = InstrumentationScope(semconv.SCOPE, __version__, semconv.SCHEMA_URL)
-_USER_SCOPE = InstrumentationScope(semconv.USER_SCOPE, __version__)
-
-_bounded_list: Callable[[int | None, Sequence[Link]], Sequence[Link]] = BoundedList.from_seq  # pyright: ignore
-
-_MOST_LINKS: Final = 4
-"""Of one span: run, former kept step, a span of the user's, rank 0's step."""
 _FORMER_STEPS: Final = 64
 
 OF_TRACE: Final = 10_000
 """Spans of ours in the trace of a step at most."""
 _LEAST_RECORDS: Final = 16
 
-_UNSET: Final = Status(StatusCode.UNSET)
-"""One for all: what waits for the exporter is work for the garbage collector."""
-
-Attributes = dict[str, Any]
 Take = Callable[[tuple[str, int, int]], "Fetch | None"]
 Ready = Callable[[tuple[str, int, int], int], int]
-
-
-def _context(trace_id: int, span_id: int) -> SpanContext:
-    return SpanContext(trace_id, span_id, is_remote=False, trace_flags=SAMPLED)
 
 
 class SpanBuilder:
@@ -90,7 +70,7 @@ class SpanBuilder:
         self._be(run.identity)
         self.of_run_so_far = 0
         """Spans of the run's trace so far, below its first one."""
-        self._limits = limits if limits is not None and _are_narrow(limits) else None
+        self._limits = narrow(limits)
         self._kept: list[tuple[int, SpanContext]] = []
         """The latest kept steps, by number."""
 
@@ -116,20 +96,20 @@ class SpanBuilder:
         run = self._run
         identity = step.identity or run.identity
         self._be(identity)
-        context = _context(*run.step_ids(step.number, identity))
+        context = context_of(*run.step_ids(step.number, identity))
         parent: SpanContext | None = None
         settled = settle(Record._make(record) for record in step.records)
         records, collectives, reduced = reduce(settled.records, _by_start(step), self._room(identity))
         settled = settled._replace(records=records)
         # The context of the run's trace; the former kept step; a span of the user's around the step.
-        links = [Link(_context(*run.run_ids()))]
+        links = [Link(context_of(*run.run_ids()))]
         former = self._former(step.number, context)
         if former is not None:
             links.append(Link(former))
         if step.link is not None:
             links.append(Link(step.link))
         if identity.shared and identity.rank:
-            zeros = _context(*run.step_ids(step.number, identity, rank=0))
+            zeros = context_of(*run.step_ids(step.number, identity, rank=0))
             if run.one_trace(identity):
                 parent = zeros
             else:
@@ -165,7 +145,7 @@ class SpanBuilder:
     def evaluation(self, evaluation: Evaluation) -> list[ReadableSpan]:
         """`train.eval`, from its first record's start to its last one's end, with what ran in it."""
         self._be(evaluation.identity)
-        context = _context(*self._run.evaluation_ids(evaluation))
+        context = context_of(*self._run.evaluation_ids(evaluation))
         records = [Record._make(record) for record in evaluation.records]
         if not records:
             return []
@@ -175,7 +155,7 @@ class SpanBuilder:
             start, end = min(start, collectives[0].start), max(end, *(c.end for c in collectives))
         settled = settle(records)
         attributes = self._first(TraceKind.EVAL, evaluation.reason, evaluation.dropped) | settled.sums.get(0, {})
-        links = [Link(_context(*self._run.run_ids()))]
+        links = [Link(context_of(*self._run.run_ids()))]
         spans = [self._span(SpanName.EVAL, context, None, start, end, attributes, evaluation.error, links)]
         self._phases(context, settled, False, evaluation.reason, spans, "", collectives, end)
         return spans
@@ -183,10 +163,10 @@ class SpanBuilder:
     def fetch(self, fetch: Fetch, reason: str, batch: Batch | None, returned: SpanContext | None) -> list[ReadableSpan]:
         """The trace of a batch that a worker read, linked to the `dataloader.next` that returned it, if it is known,
         with the user's own spans that were made meanwhile."""
-        context = _context(*ids.batch_ids(fetch.nonce, fetch.round, fetch.place))
+        context = context_of(*ids.batch_ids(fetch.nonce, fetch.round, fetch.place))
         attributes = self._first(TraceKind.BATCH, reason, fetch.dropped)
         if batch is not None:
-            attributes |= _batch_attributes(batch)
+            attributes |= batch.attributes()
         else:
             attributes |= {"dl.batch.index": fetch.place, "dl.worker.id": fetch.worker, "dl.worker.pid": fetch.pid}
         if fetch.samples:
@@ -202,17 +182,17 @@ class SpanBuilder:
         """`train.startup`: from `start` (epoch ns) to the end of the first step, or until now, with its `parts`."""
         run = self._run
         self._be(run.announce())
-        context = _context(*run.run_ids())
-        links = [Link(_context(*run.former))] if run.former is not None else ()
+        context = context_of(*run.run_ids())
+        links = [Link(context_of(*run.former))] if run.former is not None else ()
         parent = run.remote
         if self._identity.shared and self._identity.rank:
-            parent = _context(*run.run_ids(rank=0))
+            parent = context_of(*run.run_ids(rank=0))
         end = time_ns() if run.first_step_end is None else to_epoch_ns(run.first_step_end)
         attributes = self._first(TraceKind.RUN, KeepReason.REQUESTED, 0)
         spans = [self._epoch_span(SpanName.STARTUP, context, parent, start, end, attributes, error, links)]
         for name, times in parts.items():
             self.of_run_so_far += 1
-            child = _context(context.trace_id, self._ordinal(context.trace_id, self.of_run_so_far))
+            child = context_of(context.trace_id, self._ordinal(context.trace_id, self.of_run_so_far))
             spans.append(self._epoch_span(name, child, context, *times, {}, None, ()))
         return spans
 
@@ -222,71 +202,42 @@ class SpanBuilder:
         if isinstance(event, Stall):
             return self._stall(event)
         self._be(self._run.announce())
-        run = _context(*self._run.run_ids())
+        run = context_of(*self._run.run_ids())
         self.of_run_so_far += 1
         if isinstance(event, Collective):
             return self._collective(event, run, self.of_run_so_far, [], event.issued)
         if isinstance(event, WorkerLife):
             return self._life(event, run, self.of_run_so_far)
         if isinstance(event, Record):
-            context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+            context = context_of(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
             return self._detail(event, context, run, [])
         if isinstance(event, GroupChange):
-            context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+            context = context_of(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
             return self._span(
-                event.name, context, run, event.start, event.end, _group_attributes(event), event.error, (),
+                event.name, context, run, event.start, event.end, event.attributes(), event.error, (),
                 words=event.words,
             )  # fmt: skip
-        attributes: Attributes = {
-            "dl.loader.id": event.loader,
-            "dl.worker.count": event.workers,
-            "dl.worker.start_method": event.start_method,
-        }
-        if event.free_shm is not None:
-            attributes["dl.shm.free_bytes"] = event.free_shm
-        context = _context(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
-        return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, attributes, None, ())
+        context = context_of(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+        return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, event.attributes(), None, ())
 
     def _stall(self, stall: Stall) -> ReadableSpan:
         """A trace of its own."""
         self._be(self._run.identity)
         identity = self._run.identity
         parts = (identity.run, TraceKind.STALL, identity.rank, self._pid, stall.ordinal)
-        context = _context(ids.trace_id(*parts), ids.span_id(*parts))
-        attributes = self._first(TraceKind.STALL, KeepReason.REQUESTED, 0) | stall.explained.attributes
-        attributes["dl.stall.in"] = stall.name
-        if stall.file:
-            attributes["code.file.path"] = stall.file
-            attributes["code.line.number"] = stall.line
-            attributes["code.function.name"] = stall.function
+        context = context_of(ids.trace_id(*parts), ids.span_id(*parts))
+        attributes = self._first(TraceKind.STALL, KeepReason.REQUESTED, 0) | stall.attributes()
         error = Failure(stall.explained.error_type, "")
-        links = [Link(_context(*self._run.run_ids()))]
+        links = [Link(context_of(*self._run.run_ids()))]
         return self._span(
             SpanName.STALL, context, None, stall.start, stall.end, attributes, error, links,
             words=stall.explained.words,
         )  # fmt: skip
 
     def _life(self, life: WorkerLife, parent: SpanContext, ordinal: int) -> ReadableSpan:
-        attributes: Attributes = {
-            "dl.loader.id": life.loader,
-            "dl.worker.id": life.worker,
-            "dl.worker.pid": life.pid,
-            "dl.worker.start_method": life.start_method,
-            "dl.worker.end": life.how,
-        }
-        if life.signal:
-            attributes["dl.worker.signal"] = life.signal
-        if life.exit_code is not None:
-            attributes["dl.worker.exit_code"] = life.exit_code
-        if life.samples:
-            attributes["dl.sample.indices"] = life.samples
-        if life.fetches is not None:
-            attributes["dl.worker.fetches"] = life.fetches
-            attributes["dl.worker.busy_ms"] = life.busy / 1e6
-            attributes["dl.worker.idle_ms"] = life.idle / 1e6
         return self._span(
-            SpanName.WORKER, _context(parent.trace_id, self._ordinal(parent.trace_id, ordinal)), parent,
-            life.start, life.end, attributes, life.error, [Link(_context(*self._run.run_ids()))],
+            SpanName.WORKER, context_of(parent.trace_id, self._ordinal(parent.trace_id, ordinal)), parent,
+            life.start, life.end, life.attributes(), life.error, [Link(context_of(*self._run.run_ids()))],
             self._resource_of(life.worker, life.pid), words=life.words,
         )  # fmt: skip
 
@@ -306,7 +257,7 @@ class SpanBuilder:
                 ordinal += 1
                 spans.append(self._collective(issued.pop(), root, ordinal, around, end))
             ordinal += 1
-            context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+            context = context_of(root.trace_id, self._ordinal(root.trace_id, ordinal))
             if isinstance(record.kind, Detail):
                 spans.append(self._detail(record, context, root, around))
                 continue
@@ -322,14 +273,14 @@ class SpanBuilder:
             fetched: Fetch | None = None
             if type(record.kind) is str:
                 # An exporter would refuse the whole batch for a lone surrogate.
-                name, scope = record.kind.encode("utf-8", "replace").decode(), _USER_SCOPE
+                name, scope = record.kind.encode("utf-8", "replace").decode(), USER_SCOPE
             else:
-                name, scope = NAMES[int(record.kind)], _SCOPE
+                name, scope = NAMES[int(record.kind)], SCOPE
                 attributes |= settled.sums.get(id(record), {}) | self._run.device.between(record.start, record.end)
                 attributes["is_warmup"] = warm or id(record) in settled.warm
             batch = Batch._make(record.batch) if record.batch is not None else None
             if batch is not None:
-                attributes |= _batch_attributes(batch)
+                attributes |= batch.attributes()
                 if batch.worker is not None:
                     key = (batch.nonce, batch.round, batch.place)
                     fetched = self._take(key)
@@ -338,7 +289,7 @@ class SpanBuilder:
                         attributes["dl.queue.depth"] = ahead + (fetched.end <= record.start)
                         attributes["dl.fetch.duration_ms"] = (fetched.end - fetched.start) / 1e6
                         attributes["dl.fetch.ready_ms"] = max(0, record.start - fetched.end) / 1e6
-                        links = [Link(_context(*ids.batch_ids(batch.nonce, batch.round, batch.place)))]
+                        links = [Link(context_of(*ids.batch_ids(batch.nonce, batch.round, batch.place)))]
             span = self._span(
                 name, context, parent, record.start, record.end, attributes, record.error, links, scope=scope,
                 words=words if record.kind == Kind.NEXT else "",
@@ -350,10 +301,10 @@ class SpanBuilder:
                 spans.extend(self.fetch(fetched, reason, batch, context))
             elif batch.worker is None:
                 ordinal += 1
-                child = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+                child = context_of(root.trace_id, self._ordinal(root.trace_id, ordinal))
                 spans.append(
                     self._span(
-                        SpanName.FETCH, child, context, record.start, record.end, _batch_attributes(batch),
+                        SpanName.FETCH, child, context, record.start, record.end, batch.attributes(),
                         record.error, (),
                     )
                 )  # fmt: skip
@@ -384,7 +335,7 @@ class SpanBuilder:
             around.pop()
         parent = around[-1][1] if around else root
         end = collective.end or max(collective.start, around[-1][0].end if around else last)
-        context = _context(root.trace_id, self._ordinal(root.trace_id, ordinal))
+        context = context_of(root.trace_id, self._ordinal(root.trace_id, ordinal))
         return self._span(
             collective.name, context, parent, collective.start, end, collective_attributes(collective),
             collective.failure, (),
@@ -427,82 +378,20 @@ class SpanBuilder:
     def _span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
         attributes: Attributes, error: Failure | None, links: Sequence[Link],
-        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
+        resource: Resource | None = None, scope: InstrumentationScope = SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
-        return self._epoch_span(
-            name,
-            context,
-            parent,
-            to_epoch_ns(start),
-            to_epoch_ns(end),
-            attributes,
-            error,
-            links,
-            resource,
-            scope,
-            words,
-        )
+        return make_span(
+            name, context, parent, to_epoch_ns(start), to_epoch_ns(end), attributes, error, links,
+            resource or self._resource, scope, words, self._limits,
+        )  # fmt: skip
 
     def _epoch_span(
         self, name: str, context: SpanContext, parent: SpanContext | None, start: int, end: int,
         attributes: Attributes, error: Failure | None, links: Sequence[Link],
-        resource: Resource | None = None, scope: InstrumentationScope = _SCOPE, words: str = "",
     ) -> ReadableSpan:  # fmt: skip
-        if error is not None and error.type:
-            attributes["error.type"] = error.type
-            if error.attributes:
-                attributes |= error.attributes
-        limits, bounded = self._limits, attributes
-        if limits is not None:
-            # As the SDK's own spans are bounded, and what is dropped counted.
-            bounded = BoundedAttributes(
-                limits.max_span_attributes, attributes, max_value_len=limits.max_span_attribute_length
-            )
-            links = _bounded_list(limits.max_links, links)
-        return ReadableSpan(
-            name,
-            context,
-            parent,
-            resource or self._resource,
-            bounded,
-            (),
-            links,
-            SpanKind.INTERNAL,
-            status=_UNSET if error is None else Status(StatusCode.ERROR, _said(words, error)),
-            start_time=start,
-            end_time=end,
-            instrumentation_scope=scope,
+        return make_span(
+            name, context, parent, start, end, attributes, error, links, self._resource, SCOPE, "", self._limits
         )
-
-
-def _said(words: str, error: Failure) -> str | None:
-    """A failed span's description: what otel-dl knows, then the exception's message."""
-    return "; ".join(filter(None, (words, error.message))) or None
-
-
-def _are_narrow(limits: SpanLimits) -> bool:
-    """Whether a span of ours may exceed them; the default ones it never does."""
-    attributes: int | None = limits.max_span_attributes
-    links: int | None = limits.max_links
-    return (
-        limits.max_span_attribute_length is not None
-        or (attributes is not None and attributes < len(semconv.ATTRIBUTES))
-        or (links is not None and links < _MOST_LINKS)
-    )
-
-
-def _group_attributes(event: GroupChange) -> Attributes:
-    attributes: Attributes = {}
-    if event.group:
-        attributes["dl.group.id"] = event.group
-    if event.size:
-        attributes["dl.group.size"] = event.size
-    if event.ranks:
-        attributes["dl.group.ranks"] = event.ranks
-    if event.limit_s is not None:
-        attributes["dl.timeout_s"] = event.limit_s
-        attributes["dl.timeout.source"] = event.source
-    return attributes
 
 
 def _by_start(step: Step) -> Sequence[Collective]:
@@ -511,12 +400,3 @@ def _by_start(step: Step) -> Sequence[Collective]:
 
 def _issued_at(collective: Collective) -> int:
     return collective.start
-
-
-def _batch_attributes(batch: Batch) -> Attributes:
-    attributes: Attributes = {"dl.loader.id": batch.loader, "dl.batch.index": batch.place}
-    if batch.worker is not None:
-        attributes["dl.worker.id"] = batch.worker
-        attributes["dl.worker.pid"] = batch.pid
-        attributes["dl.worker.start_method"] = batch.start_method
-    return attributes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from otel_dl.places import Place
+from otel_dl.places import Place, code_attributes
 from otel_dl.recording.details import Detail
 from otel_dl.semconv import SpanName
 
@@ -32,10 +32,8 @@ class Wait(Detail):
         if self.device:
             said["dl.device"] = self.device
         place, copied = self.place, self.copied
-        if place is not None and place.file:
-            said["code.file.path"] = place.file
-            said["code.line.number"] = place.line
-            said["code.function.name"] = place.function
+        if place is not None:
+            said |= code_attributes(place.file, place.line, place.function)
         if copied is not None:
             copied = min(copied, self.duration)
             said["dl.sync.wait_ms"] = (self.duration - copied) / 1e6

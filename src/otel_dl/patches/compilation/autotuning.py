@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.patches.compilation.one_time import OneTime, Stretch, Work
+from otel_dl.places import code_attributes
 from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
@@ -50,14 +51,8 @@ class Autotuning(OneTime):
         )
 
     def attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = {
-            "code.function.name": self.kernel,
-            "dl.autotune.configurations": self.configurations,
-        }
-        if self.path:
-            attributes["code.file.path"] = self.path
-            attributes["code.line.number"] = self.line
-        return attributes
+        attributes = {"code.function.name": self.kernel, "dl.autotune.configurations": self.configurations}
+        return attributes | code_attributes(self.path, self.line, self.kernel)
 
 
 def install(run: Run, patches: Patches) -> None:

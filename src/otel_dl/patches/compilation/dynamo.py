@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from otel_dl.log import logger
 from otel_dl.patches.compilation.one_time import OneTime, Work, current
 from otel_dl.patches.groups import ask
+from otel_dl.places import code_attributes
 from otel_dl.semconv import SpanName
 
 if TYPE_CHECKING:
@@ -66,10 +67,7 @@ class Compilation(OneTime):
             "dl.compile.name": f"{function.name} [{function.compile_id}]{self.part}",
             "dl.compile.recompiled": function.reason is not None,
         }
-        if function.path:
-            attributes["code.function.name"] = function.name
-            attributes["code.file.path"] = function.path
-            attributes["code.line.number"] = function.line
+        attributes |= code_attributes(function.path, function.line, function.name)
         if function.reason:
             attributes["dl.compile.reason"] = function.reason
         if self.breaks is not None:
