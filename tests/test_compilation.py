@@ -418,8 +418,8 @@ class TestSummary:
         spans = recorded.named(COMPILES)
         (function,) = compilations.functions
         assert (function.name, function.file) == ("Broken.forward", __file__)
-        assert compilations.compiled.times == function.count == len(spans)
-        assert compilations.compiled.total_ns == sum(span.end_time - span.start_time for span in spans)
+        assert compilations.compiled.spans == function.count == len(spans)
+        assert compilations.compiled.time_ns == sum(span.end_time - span.start_time for span in spans)
         assert compilations.recompilations == function.recompilations == 3
         assert compilations.graph_breaks == function.graph_breaks == 4
         rows = [line for line in text.splitlines() if line.startswith("Compil")]
@@ -433,7 +433,7 @@ class TestSummary:
         with recording() as recorded:
             train(Net(), [4])
         compilations, text = self.summary(recorded)
-        assert compilations.compiled.times == 0
+        assert compilations.compiled.spans == 0
         assert "Compil" not in text
 
 

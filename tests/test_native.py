@@ -537,5 +537,6 @@ def test_steps_that_are_held_for_other_ranks_are_the_same(group: None) -> None:
                 assert [start <= collective.start <= collective.end <= end for collective in collectives] == [True]
                 assert start <= records[0][1] <= records[-1][2] <= end, f"step {number}"
             outcomes.append({tuple(record[0] for record in entry[4]) for entry in entries})
-            assert recorded.run.fast.held_in - recorded.run.fast.held_out <= 2_000
+            # A slow one is held beyond that, until all ranks have agreed whether it is kept.
+            assert sum(len(records) + len(collectives) for *_, records, collectives in entries) <= 2_000
     assert outcomes[0] == outcomes[1]

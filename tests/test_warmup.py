@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from test_report import MS, Run, summary_of
 
+from otel_dl.viewing.intervals import total, union
 from otel_dl.viewing.text import render_summary
-from otel_dl.viewing.warmup import BENCHMARK, Work, covered
+from otel_dl.viewing.warmup import BENCHMARK, Work
 
 
 class Training(Run):
@@ -127,4 +128,4 @@ class TestBenchmark:
 
 
 def test_what_overlaps_counts_once() -> None:
-    assert covered([(0, 10), (2, 5), (8, 12), (20, 21), (20, 21)]) == 13
+    assert total(union([(0, 10), (2, 5), (8, 12), (20, 21), (20, 21)])) == 13

@@ -14,26 +14,26 @@ _FUNCTIONS_SHOWN: Final = 4
 def rows(compilations: Compilations) -> Iterator[tuple[str, str]]:
     """(label, text)."""
     compiled, autotuned, captured = compilations.compiled, compilations.autotuned, compilations.captured
-    if compiled.times:
+    if compiled.spans:
         more = [f"{compilations.recompilations:,} of them again", _breaks(compilations.graph_breaks)]
         if compilations.cache:
             cached = ", ".join(f"{count:,} {what}" for what, count in compilations.cache.items())
             more.append(f"inductor's cache: {cached}")
         yield (
             "Compilation",
-            f"{compiled.times:,} by torch.compile, {duration(compiled.total_ns)} in all ({'; '.join(more)})",
+            f"{compiled.spans:,} by torch.compile, {duration(compiled.time_ns)} in all ({'; '.join(more)})",
         )
     for function in compilations.functions[:_FUNCTIONS_SHOWN]:
         yield "Compiled", _function(function)
     if len(compilations.functions) > _FUNCTIONS_SHOWN:
         rest = len(compilations.functions) - _FUNCTIONS_SHOWN
         yield "Compiled", f"and {rest:,} more function{plural(rest)}"
-    if autotuned.times:
-        kernels = f"{autotuned.times:,} Triton kernel{plural(autotuned.times)}"
-        yield "Autotuning", f"{kernels}, {duration(autotuned.total_ns)} in all"
-    if captured.times:
-        graphs = f"{captured.times:,} CUDA graph{plural(captured.times)}"
-        yield "Capture", f"{graphs}, {duration(captured.total_ns)} in all"
+    if autotuned.spans:
+        kernels = f"{autotuned.spans:,} Triton kernel{plural(autotuned.spans)}"
+        yield "Autotuning", f"{kernels}, {duration(autotuned.time_ns)} in all"
+    if captured.spans:
+        graphs = f"{captured.spans:,} CUDA graph{plural(captured.spans)}"
+        yield "Capture", f"{graphs}, {duration(captured.time_ns)} in all"
 
 
 def _function(function: Function) -> str:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from otel_dl.semconv import SpanName
 from otel_dl.viewing.reading import Span, number_of, text_of
+from otel_dl.viewing.warmup import Work
 
 MOST: Final = 1_000
 """Functions that are told apart in a run; further ones are one."""
@@ -35,13 +36,6 @@ class Function:
     graph_breaks: int = 0
     failed: int = 0
     reasons: Counter[str] = dataclasses.field(default_factory=Counter[str])
-
-
-class Work(NamedTuple):
-    """One-time work of one kind."""
-
-    times: int
-    total_ns: int
 
 
 class Compilations(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing.reading import Span, number_of
+from otel_dl.viewing.reading import Span, ns_of, number_of
 
 
 class Part(NamedTuple):
@@ -56,15 +56,15 @@ class Collector:
 
     def add(self, span: Span, part: str) -> None:
         """`part` is what the phase is called, "" where it is none that a step's time is divided into."""
-        ms = span.attributes.get("dl.device.duration_ms")
+        device_ns = ns_of(span, "dl.device.duration_ms")
         if span.name == SpanName.STEP:
-            if ms is not None:
-                self._steps[span.span_id] = span.duration_ns, ms * 1e6
+            if device_ns is not None:
+                self._steps[span.span_id] = span.duration_ns, device_ns
             self._peak = max(self._peak, (number_of(span, "dl.memory.peak_bytes"), number_of(span, "dl.step")))
             self._retries += number_of(span, "dl.memory.alloc_retries")
-        elif part and ms is not None:
+        elif part and device_ns is not None:
             host, device = self._parts[span.parent_id].get(part, (0, 0.0))
-            self._parts[span.parent_id][part] = host + span.duration_ns, device + ms * 1e6
+            self._parts[span.parent_id][part] = host + span.duration_ns, device + device_ns
         elif part:
             self._lacking.add(span.parent_id)
 

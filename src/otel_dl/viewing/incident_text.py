@@ -57,11 +57,7 @@ def _paragraph(incident: Incident, jaeger_url: str) -> Iterator[str]:
 
 def _culprits(incident: Incident) -> Iterator[str]:
     if not incident.known:
-        yield (
-            f"which rank had not come is not known: {incident.words}"
-            if incident.words
-            else ("which rank had not come is not known")
-        )
+        yield "which rank had not come is not known" + (f": {incident.words}" if incident.words else "")
     elif not incident.culprits:
         yield "no rank was missing: all had come to it, or gone on from it"
     for culprit in incident.culprits[:_CULPRITS_SHOWN]:

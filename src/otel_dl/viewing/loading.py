@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Final, NamedTuple
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing.reading import Span
+from otel_dl.viewing.reading import Span, ns_of
 
 SLOW_FACTOR: Final = 1.5
 """A worker is slow whose median is so many times that of the others."""
@@ -165,7 +165,6 @@ class Collector:
         elif span.name == SpanName.NEXT:
             if "dl.queue.depth" in said:
                 self._ready.append(said["dl.queue.depth"])
-            fetch_ms = said.get("dl.fetch.duration_ms")
             self._waits.append(
                 _Wait(
                     span.parent_id,
@@ -173,7 +172,7 @@ class Collector:
                     worker,
                     said.get("dl.batch.index", -1),
                     span.duration_ns,
-                    None if fetch_ms is None else fetch_ms * 1e6,
+                    ns_of(span, "dl.fetch.duration_ms"),
                     said.get("dl.fetch.ready_ms", 0) > 0,
                 )
             )

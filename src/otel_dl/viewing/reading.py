@@ -56,6 +56,12 @@ def number_of(span: Span, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
+def ns_of(span: Span, name: str) -> float | None:
+    """The attribute of the span, which is in ms, in nanoseconds; None where it has none."""
+    value = span.attributes.get(name)
+    return value * 1e6 if isinstance(value, (int, float)) else None
+
+
 @dataclasses.dataclass
 class PassedOver:
     """Something that was not read: how often, and where first."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing.reading import Span, number_of, text_of
+from otel_dl.viewing.reading import Span, ns_of, number_of, text_of
 
 MOST: Final = 1_000
 """Different lines that are kept of a run; the waits of further ones are counted."""
@@ -64,7 +64,7 @@ class Collector:
         if "dl.sync.summed" in span.attributes:
             short = self._short[step]
             short[0] += number_of(span, "dl.sync.summed")
-            short[1] += _ns(span, "dl.sync.summed_ms")
+            short[1] += int(ns_of(span, "dl.sync.summed_ms") or 0)
         if span.name != SpanName.SYNCHRONIZE:
             return
         line = Line(text_of(span, "code.file.path"), number_of(span, "code.line.number"), text_of(span, "dl.sync.op"))
@@ -75,9 +75,10 @@ class Collector:
         waited = self._waits[step].setdefault(line, Waited(line))
         waited.count += 1
         waited.total_ns += span.duration_ns
-        if "dl.sync.wait_ms" in span.attributes:
+        queued_ns = ns_of(span, "dl.sync.wait_ms")
+        if queued_ns is not None:
             waited.split += 1
-            waited.queued_ns = (waited.queued_ns or 0) + _ns(span, "dl.sync.wait_ms")
+            waited.queued_ns = (waited.queued_ns or 0) + int(queued_ns)
 
     def result(self, steps: Collection[tuple[str, int]], duration_ns: int) -> Waiting:
         """Of these `steps`, (trace id, rank) each, which took `duration_ns` in all."""
@@ -96,8 +97,3 @@ class Collector:
             short_ns += total
         longest = sorted(lines.values(), key=lambda waited: -waited.total_ns)
         return Waiting(longest, short_count, short_ns, len(steps), duration_ns, self._left_out)
-
-
-def _ns(span: Span, name: str) -> int:
-    value = span.attributes.get(name, 0)
-    return int(value * 1e6) if isinstance(value, (int, float)) else 0

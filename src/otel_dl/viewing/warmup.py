@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import CONVOLUTIONS, ONE_TIME, PHASES, SpanName
+from otel_dl.viewing.intervals import Interval, total, union
 from otel_dl.viewing.reading import Span, number_of, text_of
 
 BENCHMARK: Final = "cuDNN benchmark"
 STILL: Final = 0.25
 """Share of the steps in the second half of a run that tune: from there on its shapes keep changing."""
 
-_Interval = tuple[int, int]
 _Of = tuple[str, int]
 """Trace id and rank: a step."""
 
@@ -63,7 +63,7 @@ class Collector:
     """Takes the spans of one run in any order."""
 
     def __init__(self) -> None:
-        self._within: defaultdict[str, set[_Interval]] = defaultdict(set)
+        self._within: defaultdict[str, set[Interval]] = defaultdict(set)
         """By the id of the span around."""
         self._kinds: defaultdict[str, set[tuple[str, int, int]]] = defaultdict(set)
         self._counts: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class Collector:
         self._steps: dict[_Of, tuple[int, int, bool]] = {}
         """Number, duration, whether it is warm-up."""
         self._worked: set[_Of] = set()
-        self._tuned: defaultdict[_Of, set[_Interval]] = defaultdict(set)
+        self._tuned: defaultdict[_Of, set[Interval]] = defaultdict(set)
         self._keys: defaultdict[int, set[str]] = defaultdict(set)
         self._predicted = False
 
@@ -101,7 +101,7 @@ class Collector:
             return None
         parts: Counter[str] = Counter()
         for parent, intervals in self._within.items():
-            parts[self._phases.get(parent, "")] += covered(intervals)
+            parts[self._phases.get(parent, "")] += total(union(intervals))
         return Warmup(
             time_ns=parts.total(),
             steps=len({self._steps[of][0] for of in self._worked if of in self._steps}),
@@ -112,10 +112,10 @@ class Collector:
         )
 
     def _in_all(self, kind: str) -> int:
-        by_parent: defaultdict[str, set[_Interval]] = defaultdict(set)
+        by_parent: defaultdict[str, set[Interval]] = defaultdict(set)
         for parent, start, end in self._kinds[kind]:
             by_parent[parent].add((start, end))
-        return sum(covered(intervals) for intervals in by_parent.values())
+        return sum(total(union(intervals)) for intervals in by_parent.values())
 
     def _benchmark(self) -> Benchmark | None:
         """Of the rank that tuned in the most steps. Counts are of what was kept: tuning may have cost more."""
@@ -126,24 +126,15 @@ class Collector:
         if not tuned:
             return None
         rank, of_rank = max(tuned.items(), key=lambda item: (len(item[1]), -item[0]))
-        total = max(number + 1 for (_, of), (number, _, _) in self._steps.items() if of == rank)
-        late = sum(self._steps[of][0] >= total / 2 for of in of_rank)
-        if late < 2 or late < STILL * (total - total // 2):
+        of_all = max(number + 1 for (_, of), (number, _, _) in self._steps.items() if of == rank)
+        late = sum(self._steps[of][0] >= of_all / 2 for of in of_rank)
+        if late < 2 or late < STILL * (of_all - of_all // 2):
             return None  # it has settled
-        time_ns = sum(covered(self._tuned[of]) for of in of_rank)
-        rest = total - len(of_rank)
+        time_ns = sum(total(union(self._tuned[of])) for of in of_rank)
+        rest = of_all - len(of_rank)
         steady = [duration for (_, of), (_, duration, warm) in self._steps.items() if of == rank and not warm]
         steady_ns = statistics.median(steady) if steady else None
         needed_ns = time_ns / rest if rest else None
         if needed_ns is not None and (steady_ns is None or needed_ns <= steady_ns):
             return None  # nothing shows it
-        return Benchmark(len(self._keys[rank]), time_ns, len(of_rank), total, needed_ns, steady_ns)
-
-
-def covered(intervals: Iterable[_Interval]) -> int:
-    """How long at least one of them lasted."""
-    total = until = 0
-    for start, end in sorted(intervals):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
+        return Benchmark(len(self._keys[rank]), time_ns, len(of_rank), of_all, needed_ns, steady_ns)

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing.comparing.intervals import Interval, Moments, both, total, union, within, without
 from otel_dl.viewing.comparing.pairing import Pairing
 from otel_dl.viewing.comparing.steps import BETWEEN, Piece, Step
+from otel_dl.viewing.intervals import Interval, Moments, both, total, union, within, without
 
 WARM_UP: Final = "warm-up"
 OVERHEAD: Final = "profiler overhead"

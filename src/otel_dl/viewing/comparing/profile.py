@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import PHASES, SpanName
-from otel_dl.viewing.comparing.intervals import Interval, Many, Moments, union
+from otel_dl.viewing.intervals import Interval, Many, Moments, union
 
 _LONG_NS: Final = 200_000
 """Python functions that take less are not kept: they name what took long."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import CONVOLUTIONS, ONE_TIME, PHASES, SCOPE, KeepReason, SpanName
-from otel_dl.viewing.comparing.intervals import Interval, Moments, union, within, without
+from otel_dl.viewing.intervals import Interval, Moments, union, within, without
 from otel_dl.viewing.reading import Span, number_of, text_of
 
 BETWEEN: Final = "between phases"
