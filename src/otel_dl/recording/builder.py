@@ -113,9 +113,9 @@ class Builder:
             if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
                 self._begin_run()
             closed, decided = self._run.closed, self._run.decided
-            while closed and self._is_complete(closed[0]):
-                if not self._is_whole(closed[0], until):
-                    if self._is_reading():
+            while closed and self._device_has_passed(closed[0]):
+                if not self._has_all_collectives(closed[0], until):
+                    if self._reads_flight_recorder():
                         return True
                     break
                 self._build_next()
@@ -139,20 +139,20 @@ class Builder:
                 WAITING_STEPS,
             )
 
-    def _is_complete(self, trace: Step | Evaluation) -> bool:
-        """Whether nothing is to be waited for. Who waits holds up those behind, whose device is no further."""
+    def _device_has_passed(self, trace: Step | Evaluation) -> bool:
+        """Or is not waited for any longer. Who waits holds up those behind, whose device is no further."""
         run = self._run
         if not isinstance(trace, Step) or run.device.is_read(trace.end):
             return True
         return clock() - trace.end > DEVICE_NS or len(run.closed) > WAITING_STEPS // 2
 
-    def _is_whole(self, trace: Step | Evaluation, until: float) -> bool:
-        """Whether all that the spans of `trace` are built of is there."""
+    def _has_all_collectives(self, trace: Step | Evaluation, until: float) -> bool:
+        """Whether those of `trace` that only the Flight Recorder knows have been read, too."""
         recorder = self._run.flight_recorder
         at_once = self._urgent or 2 * len(self._run.closed) > WAITING_STEPS
         return recorder is None or recorder.has(trace, until, at_once)
 
-    def _is_reading(self) -> bool:
+    def _reads_flight_recorder(self) -> bool:
         recorder = self._run.flight_recorder
         return recorder is not None and recorder.busy
 
@@ -266,7 +266,7 @@ class Builder:
             while closed:
                 if monotonic() > deadline:
                     return False
-                self._is_whole(closed[0], 0.0)
+                self._has_all_collectives(closed[0], 0.0)
                 self._build_next()
             if final and self._run.flight_recorder is not None and not self._run.keep.head.off:
                 self._run.flight_recorder.finish()
