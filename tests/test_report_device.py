@@ -113,8 +113,8 @@ def test_of_a_training_whose_data_is_slow_it_tells_whether_the_device_waits_too(
     assert times is not None
     assert times.steps == 11, "all but the first, which is kept as warm-up"
     if queues_ahead:
-        assert times.wait.device < 0.02
-        assert times.queued > times.wait.host - 0.02
+        assert times.wait.device < times.wait.host / 2
+        assert times.queued > times.wait.host / 2
         assert "works off what was queued before" in render_summary(summary)
     else:
         assert times.wait.device == pytest.approx(times.wait.host, rel=0.2)
