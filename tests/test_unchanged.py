@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.children import environment
 from support.inprocess import recording
 from support.loops import FORMS, LONG, loader, network, seed, sgd, train
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 _forms = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in FORMS]
 
@@ -89,6 +91,15 @@ class TestNumbers:
         assert list(tmp_path.iterdir())
 
 
+class Users(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class TestCompiling:
     """As many graphs, graph breaks and compilations as without."""
 
@@ -104,22 +115,55 @@ class TestCompiling:
             compiled(torch.randn(rows, 6)).sum().backward()
 
     def module_of_the_users(self) -> None:
-        class Users(nn.Module):
+        compiled: Any = torch.compile(Users(), backend="eager")
+        for _ in range(2):
+            compiled(torch.randn(4, 6)).sum().backward()
+
+    def nested_modules_of_the_users(self) -> None:
+        """With a context manager of Python's own, and a graph break in the innermost."""
+
+        @contextlib.contextmanager
+        def scale(model: nn.Module) -> Iterator[float]:
+            yield 2.0 if model.training else 1.0
+
+        class Inner(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.layers = network()
 
             def forward(self, x: Tensor) -> Tensor:
-                return self.layers(x)
+                torch._dynamo.graph_break()
+                with scale(self) as by:
+                    return self.layers(x) * by
 
-        compiled: Any = torch.compile(Users(), backend="eager")
-        for _ in range(2):
-            compiled(torch.randn(4, 6)).sum().backward()
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = Inner()
+                self.second = nn.ModuleList([nn.Sequential(nn.Linear(3, 6), Inner())])
+
+            def forward(self, x: Tensor) -> Tensor:
+                for layer in self.second:
+                    x = layer(self.first(x))
+                return x
+
+        compiled: Any = torch.compile(Outer(), backend="eager")
+        for rows in (4, 4, 5):
+            compiled(torch.randn(rows, 6)).sum().backward()
+
+    def distributed_data_parallel(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            compiled: Any = torch.compile(DistributedDataParallel(Users()), backend="eager")
+            for rows in (4, 4, 5):
+                compiled(torch.randn(rows, 6)).sum().backward()
+        finally:
+            dist.destroy_process_group()
 
     def convolutions(self) -> None:
         """By modules and by functions, in training and with a batch of another size."""
 
-        class Users(nn.Module):
+        class Convolutions(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3), nn.Flatten(2))
@@ -130,7 +174,7 @@ class TestCompiling:
 
         for benchmark in (False, True):
             with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
-                compiled: Any = torch.compile(Users(), backend="aot_eager")
+                compiled: Any = torch.compile(Convolutions(), backend="aot_eager")
                 for rows in (4, 4, 5):
                     compiled(torch.randn(rows, 3, 6, 6)).sum().backward()
 
@@ -224,6 +268,7 @@ class TestCompiling:
     SCRIPTS = (
         model,
         module_of_the_users,
+        nested_modules_of_the_users,
         convolutions,
         reads,
         reads_in_whole_graphs,
@@ -233,17 +278,26 @@ class TestCompiling:
         evaluation_and_training,
         in_a_loop_over_a_loader,
     )
+    ONCE = (distributed_data_parallel,)
+    """Where torch.compile comes by functions of torch that it looks at once a process."""
 
     @staticmethod
     def counted(script: Callable[[Any], None], self: Any) -> dict[str, Any]:
+        from torch._dynamo.convert_frame import register_bytecode_hook
         from torch._dynamo.utils import counters
 
         torch.compiler.reset()
         counters.clear()
         seed()
-        script(self)
+        compiled: list[str] = []
+        hook = register_bytecode_hook(lambda code, _: compiled.append(code.co_name))
+        try:
+            script(self)
+        finally:
+            hook.remove()
         # Only what was compiled, and why it broke off; the text of a reason may name a line of the caller's.
         return {
+            "compiled": compiled,
             "unique graphs": counters["stats"]["unique_graphs"],
             "calls captured": counters["stats"]["calls_captured"],
             # Before 2.6 torch.compile looks at frames of ours as well, and compiles nothing of them.
@@ -261,6 +315,24 @@ class TestCompiling:
         with recording():
             assert "otel_dl" in type(torch.conv2d).__module__
             assert self.counted(script, self) == without
+
+    def test_as_in_a_process_without(self) -> None:
+        """Where torch.compile is imported together with otel-dl, what it is told for the whole process counts as well:
+        in the test before it is told already."""
+
+        def outcomes(*arguments: str, native: str = "true") -> dict[str, Any]:
+            done = subprocess.run(
+                [sys.executable, str(Path(__file__).parent / "scripts" / "every_compilation.py"), *arguments],
+                env=environment({"OTEL_TRACES_EXPORTER": "none", "OTEL_DL_NATIVE": native}),
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            return json.loads(done.stdout.splitlines()[-1])
+
+        without = outcomes()
+        assert outcomes("instrument") == without
+        assert outcomes("instrument", native="false") == without
 
     def test_explain_says_the_same(self) -> None:
         def explained() -> tuple[int, int, int]:
@@ -459,6 +531,7 @@ import copy, pickle, torch, warnings
 warnings.simplefilter("ignore")
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.functional import conv2d as taken_before
 import otel_dl
 otel_dl.instrument()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from inspect import unwrap
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
@@ -57,8 +58,10 @@ def _skip_with_callees(eval_frame: Any) -> Callable[[CodeType], object]:
 def _codes(holder: ModuleType | type, module: ModuleType) -> Iterator[CodeType]:
     """The code of every function that `module` defines, those within functions and classes included."""
     for value in tuple(vars(holder).values()):
-        value = getattr(value, "fget", getattr(value, "__func__", value))
-        if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+        value = unwrap(getattr(value, "fget", getattr(value, "__func__", value)))
+        # By its globals, for a decorator's function bears the name of our module, and its code is everybody's: skipping
+        # `contextlib.contextmanager`'s would be for each of torch's and the user's too.
+        if isinstance(value, FunctionType) and value.__globals__ is vars(module):
             yield from _nested(value.__code__)
         elif isinstance(value, type) and value.__module__ == module.__name__:
             yield from _codes(value, module)
