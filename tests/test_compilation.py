@@ -63,6 +63,27 @@ class Broken(Net):
         return x.square().mean()
 
 
+CONVOLUTION = """
+import torch
+torch._logging.set_logs(recompiles=True, guards=True)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if y.shape[0] > 16:
+            y = y + 1
+        return torch.nn.functional.conv2d(y, torch.ones(1, 4, 1, 1))
+
+net = torch.compile(Net(), backend="aot_eager", dynamic=True)
+for rows in (4, 5, 20):
+    net(torch.randn(rows, 3, 8, 8))
+"""
+
+
 def train(model: Any, rows: list[int], before: Callable[[int], None] = lambda number: None) -> None:
     """A step for each entry: a batch of so many rows."""
     optimizer = sgd(model)
@@ -136,6 +157,22 @@ class TestWhatIsCompiled:
         (again,) = compiled_in(recorded, step(recorded, 1))
         assert again.attributes["dl.compile.reason"] == metrics.recompile_reason
         assert again.attributes["dl.compile.name"].startswith(f"Net.forward [{metrics.compile_id}]")
+
+    def test_the_reason_and_the_guards_of_a_convolution_name_torchs_line(self, tmp_path: Path) -> None:
+        """Each in a process: reasons and guards as torch logs them, without what differs from process to process."""
+
+        def logged(setup: str) -> list[str]:
+            path = tmp_path / "script.py"
+            path.write_text(CONVOLUTION)
+            script = f"{setup}; import runpy; runpy.run_path({str(path)!r})"
+            result = children.run(script, env={"OTEL_TRACES_EXPORTER": "none", "PYTHONHASHSEED": "0"})
+            assert result.code == 0, result
+            found = re.findall(r"\[__(?:guards|recompiles)\].*", result.stderr)
+            return sorted(re.sub(r"\d{8,}|type=<.*?>| +$", "", line) for line in found if "latency" not in line)
+
+        without = logged("pass")
+        assert any("size()[0]" in line and "[__recompiles]" in line for line in without)
+        assert logged("import otel_dl; otel_dl.instrument()") == without
 
     def test_a_value_that_is_a_constant_to_the_graph_compiles_again(self) -> None:
         @torch.compile(backend="eager")

@@ -1,9 +1,9 @@
 """cuDNN's autotuning: `torch.conv1d` … `torch.conv_transpose3d`, which `torch.nn.functional` and the modules call.
 
 An object stands in the place of each. It is equal to torch's function and has its hash, is pickled by its name, is what
-`__torch_function__` is handed, and is torch's function to `torch.jit.script` (torch/jit/_builtins.py) and, traced
-through, to dynamo. Not seen, for they don't pass by Python: convolutions in code that was scripted or compiled, in C++
-(double backward), and `torch.ops.aten.convolution`.
+`__torch_function__` is handed, and is torch's function to `torch.jit.script` (torch/jit/_builtins.py) and to
+dynamo (torch/_dynamo/variables/builder.py). Not seen, for they don't pass by Python: convolutions in code that was
+scripted or compiled, in C++ (double backward), and `torch.ops.aten.convolution`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,34 @@ def install(run: Run, patches: Patches, device: Device | None = None) -> None:
             if namespace.__dict__.get(operation.name) == function.original:
                 patches.replace(namespace, operation.name, function)
 
+    # Of dynamo's modules the one that imports all that this needs, which import each other.
+    patches.when_imported("torch._dynamo.convert_frame", lambda _: patches.guard(_known_to_dynamo))
+
     def restored(after_fault: bool) -> None:
         for function in _functions.values():
             if function.watch is watch:
                 function.watch = None
 
     patches.when_restored(restored)
+
+
+def _known_to_dynamo() -> None:
+    """Dynamo takes each for torch's own, guarded by which object stands there: else it would trace through `__call__`,
+    and guards and reasons to compile again would name a line of ours (the same in torch 2.4-2.15)."""
+    builder: Any = getattr(sys.modules.get("torch._dynamo.variables.builder"), "VariableBuilder", None)
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    dispatch: Any = getattr(builder, "_id_dispatch", None)
+    if dispatch is None or not hasattr(rules, "lookup") or not hasattr(rules, "lookup_callable"):
+        return
+
+    def as_torchs(building: Any, function: Function) -> Any:
+        original = function.original
+        # What the user allowed or disallowed in graphs comes first.
+        rule = rules.lookup_callable(function) or rules.lookup_callable(original) or rules.lookup(original)
+        return rule.create_with_source(original, source=building.source)
+
+    # They stay in it as they stay with who has taken one.
+    dispatch().update({id(function): as_torchs for function in _functions.values()})
 
 
 class Function:
