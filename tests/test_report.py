@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -573,13 +574,18 @@ def status(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-def dead_page(path: Path, began: int) -> None:
+RUN = "0" * 31 + "1"
+DEAD = 2**22 + 1
+"""A pid that no process has."""
+
+
+def dead_page(path: Path, began: int, rank: int = 0) -> None:
     """As of a process that began then and was killed."""
-    path.parent.mkdir(parents=True)
-    create(str(path), identity=Identity(run="0" * 31 + "1", rank=0, local_rank=0, world_size=1, attempt=0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    create(str(path), identity=Identity(run=RUN, rank=rank, local_rank=0, world_size=1, attempt=0))
     with path.open("r+b") as file:
         file.seek(layout.PID)
-        file.write(layout.PROCESS_STRUCT.pack(2**22 + 1, 1, 0, began))
+        file.write(layout.PROCESS_STRUCT.pack(DEAD, 1, 0, began))
 
 
 class TestStatus:
@@ -611,3 +617,21 @@ class TestStatus:
         assert "(rank 0) ended after step 0, without a failure in these traces; last span 20" in done.stdout
         assert f"More of them: otel-dl report {tmp_path}" in done.stderr
         assert done.returncode == 0
+
+    @pytest.mark.parametrize(
+        ("how", "said"),
+        [("killed by SIGKILL", "; by what other ranks saw, killed by SIGKILL"), ("how it ended is not known", "")],
+    )
+    def test_what_a_dead_rank_did_is_told_once(self, tmp_path: Path, how: str, said: str) -> None:
+        """By its page, though the words of those that waited for it tell it as well."""
+        dead_page(tmp_path / "1.status", EPOCH, rank=1)
+        waits = Run(rank=0, run=RUN)
+        waits.span(
+            "train.stall", 1, 10, error="stalled", dl__missing_ranks=[1], dl__missing__reason=["dead"],
+            dl__missing__words=[f"is dead ({how}); it was outside any step"], dl__run__id=RUN, dl__rank=0,
+            dl__stall__in="dist.all_reduce", dl__group__id="0", dl__collective__seq=3,
+        )  # fmt: skip
+        waits.step(0, 10)
+        FileSpanExporter(tmp_path).export(waits.spans)
+        (line,) = (line for line in status(str(tmp_path)).stdout.splitlines() if "(rank 1)" in line)
+        assert re.fullmatch(rf"pid {DEAD} \(rank 1\) died outside any step; last event [\d: -]+{re.escape(said)}", line)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from otel_dl.forensics import ends
 from otel_dl.forensics.layout import End
 from otel_dl.forensics.reader import Collective, Page
 from otel_dl.semconv import SpanName
+
+HOW_IS_NOT_KNOWN: Final = "how it ended is not known"
 
 
 def lines(pages: Sequence[Page]) -> list[str]:

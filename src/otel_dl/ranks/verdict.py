@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
-from otel_dl.forensics.report import describe
+from otel_dl.forensics.report import HOW_IS_NOT_KNOWN, describe
 from otel_dl.forensics.samples import ranges
 from otel_dl.recording.ranks import Wait
 from otel_dl.semconv import MissingReason as Reason
@@ -118,7 +118,7 @@ class RankStatus(NamedTuple):
             said.append(f"for {_seconds(now - self.since)}")
         if self.where:
             said.append(f"({self.where})")
-        dead = f"is dead ({self.died or 'how it ended is not known'}); it was"
+        dead = f"is dead ({self.died or HOW_IS_NOT_KNOWN}); it was"
         verb = {Life.DEAD: dead, Life.STOPPED: "is stopped; it has been"}.get(self.life, verb)
         return " ".join((verb, *said))
 
