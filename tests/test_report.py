@@ -18,6 +18,7 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlag
 
 from otel_dl.export.file import FileSpanExporter
 from otel_dl.forensics import layout
+from otel_dl.forensics.processes import process_started
 from otel_dl.forensics.writer import create
 from otel_dl.recording.identity import Identity
 from otel_dl.viewing.reading import Reading, Span, read_spans
@@ -588,6 +589,20 @@ def dead_page(path: Path, began: int, rank: int = 0) -> None:
         file.write(layout.PROCESS_STRUCT.pack(DEAD, 1, 0, began))
 
 
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[int]:
+    """A worker of rank 1 that lives, with its page: its pid."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        path = tmp_path / "2.status"
+        identity = Identity(run=RUN, rank=1, local_rank=0, world_size=2, attempt=0)
+        create(str(path), identity=identity, worker=0, parent=DEAD)
+        with path.open("r+b") as file:
+            file.seek(layout.PID)
+            file.write(layout.PROCESS_STRUCT.pack(process.pid, process_started(process.pid), 0, EPOCH))
+        yield process.pid
+        process.communicate()
+
+
 class TestStatus:
     def test_runs_without_a_folder_newest_first_with_when_they_began_and_how_they_go(self, tmp_path: Path) -> None:
         base = tmp_path / f"otel-dl-{os.getuid()}"
@@ -617,6 +632,28 @@ class TestStatus:
         assert "(rank 0) ended after step 0, without a failure in these traces; last span 20" in done.stdout
         assert f"More of them: otel-dl report {tmp_path}" in done.stderr
         assert done.returncode == 0
+
+    def test_while_workers_outlive_a_death_it_tells_of_those_that_took_their_page_away(
+        self, tmp_path: Path, orphan: int
+    ) -> None:
+        dead_page(tmp_path / "1.status", EPOCH, rank=1)
+        ended, of_another_run = Run(rank=0, run=RUN), Run(rank=5, run="2" * 32)
+        ended.step(0, 10, error="SIGTERM")
+        of_another_run.step(0, 10)
+        for run in (ended, of_another_run):
+            FileSpanExporter(tmp_path).export(run.spans)
+        done = status(str(tmp_path))
+        first, second, third = done.stdout.splitlines()
+        assert first.startswith("a process (rank 0) was ended by SIGTERM in step 0; last span ")
+        assert second.startswith(f"pid {DEAD} (rank 1) died ")
+        assert third.startswith(f"pid {orphan} (rank 1 worker 0) runs,")
+        assert done.returncode == 0
+
+    def test_where_no_trace_is_left_pages_are_told_all_the_same(self, tmp_path: Path, orphan: int) -> None:
+        dead_page(tmp_path / "1.status", EPOCH, rank=1)
+        first, second = status(str(tmp_path)).stdout.splitlines()
+        assert f"pid {DEAD} (rank 1) died" in first
+        assert f"pid {orphan} (rank 1 worker 0) runs" in second
 
     @pytest.mark.parametrize(
         ("how", "said"),

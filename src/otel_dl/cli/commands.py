@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shlex
 import signal
@@ -22,7 +23,7 @@ from otel_dl.viewing.comparing.pairing import pair
 from otel_dl.viewing.comparing.profile import Profile, ProfileError
 from otel_dl.viewing.comparing.text import render
 from otel_dl.viewing.ended_text import ends
-from otel_dl.viewing.reading import Reading, read_spans
+from otel_dl.viewing.reading import Reading, file_name_of, read_spans
 from otel_dl.viewing.summary import summarize
 from otel_dl.viewing.text import render_heading, render_reading, render_summary
 
@@ -192,7 +193,7 @@ def status(directory: Path | None) -> None:
     for folder, pages in sorted(found, key=lambda each: began(each[1]), reverse=True):
         if directory is None:
             click.echo(f"{folder}: began {when(began(pages))}" if began(pages) else f"{folder}: has not begun")
-        for line in lines(pages):
+        for line in _those_with_a_page_or_a_trace(folder, pages):
             click.echo(line)
     if directory is None and any(page.alive() is False for _, pages in found for page in pages):
         _say(
@@ -203,6 +204,27 @@ def status(directory: Path | None) -> None:
         where = directory or temporary()
         _say(f"otel-dl: there are no status pages in {where}: what was started there has not begun, or ended in order.")
     sys.exit(0 if found else 1)
+
+
+def _those_with_a_page_or_a_trace(directory: Path, pages: list[Page]) -> list[str]:
+    """A line for each process of the runs of `pages`. One that has ended in order, or by SIGTERM, has taken its page
+    away: only files of such are read, so of a run that is whole none."""
+    try:
+        with_page = {
+            path.name
+            for page in pages
+            for path in directory.glob(f"{glob.escape(file_name_of(page.host, page.pid))}-*.jsonl")
+        }
+        summaries = summarize(read_spans(Reading(directory), without=with_page), pages)
+    except OSError:
+        return lines(pages)
+    runs = {page.run for page in pages}
+    found: list[str] = []
+    for summary in summaries:
+        if summary.run in runs:
+            runs.discard(summary.run)
+            found += ends(summary, [page for page in pages if page.run == summary.run])
+    return [*found, *lines([page for page in pages if page.run in runs])]
 
 
 def _ended(directory: Path, pages: list[Page]) -> bool:

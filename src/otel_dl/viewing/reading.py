@@ -111,6 +111,11 @@ def read_spans(reading: Reading, without: Collection[str] = ()) -> Iterator[Span
             yield from _read_file(path, reading)
 
 
+def file_name_of(host: str, pid: int) -> str:
+    """With what the names of a process's files begin."""
+    return f"spans-{re.sub(r'[^A-Za-z0-9_.-]', '_', host)}-{pid}"
+
+
 def _removed(names: Iterable[str]) -> int:
     """A process numbers its files from 1, and removes the oldest ones when there are too many."""
     first: dict[str, int] = {}
