@@ -187,6 +187,12 @@ class TestNoProfile:
         (tmp_path / "nothing").mkdir()
         assert "there are no steps in" in refused(tmp_path / "nothing", profile)
 
+    def test_a_folder_of_runs_names_the_newest(self, tmp_path: Path, profile: Path) -> None:
+        (tmp_path / "runs" / "monday").mkdir(parents=True)
+        (tmp_path / "runs" / "monday" / "spans.jsonl").write_text("")
+        advice = f"otel-dl compare {tmp_path / 'runs' / 'monday'} {profile}"
+        assert advice in refused(tmp_path / "runs", profile)
+
 
 class TestDamaged:
     @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 0.999])

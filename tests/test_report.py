@@ -529,7 +529,7 @@ class TestCommand:
         FileSpanExporter(tmp_path / "monday").export(run.spans)
         done = report(tmp_path)
         assert done.returncode == 1
-        assert f"otel-dl report {tmp_path / 'monday'}" in done.stderr
+        assert f"The newest in its folders: otel-dl report {tmp_path / 'monday'}\n" in done.stderr
 
     def test_says_that_full_files_were_removed(self, tmp_path: Path) -> None:
         rotating, whole = FileSpanExporter(tmp_path, max_bytes=65_536, max_files=1), FileSpanExporter(tmp_path)
@@ -654,6 +654,15 @@ class TestStatus:
         first, second = status(str(tmp_path)).stdout.splitlines()
         assert f"pid {DEAD} (rank 1) died" in first
         assert f"pid {orphan} (rank 1 worker 0) runs" in second
+
+    def test_a_folder_of_runs_names_the_newest_and_the_others(self, tmp_path: Path) -> None:
+        for at, name in enumerate(("monday", "sunday", "tuesday now")):
+            dead_page(tmp_path / name / "1.status", EPOCH)
+            os.utime(tmp_path / name / "1.status", (at, at))
+        done = status(str(tmp_path))
+        newest = f"The newest in its folders: otel-dl status '{tmp_path / 'tuesday now'}' (others: sunday, monday)"
+        assert f"there are no status pages in {tmp_path}. {newest}\n" in done.stderr
+        assert done.returncode == 1
 
     @pytest.mark.parametrize(
         ("how", "said"),

@@ -15,7 +15,7 @@ import click
 from otel_dl.cli import job, run_directory
 from otel_dl.cli.progress import Progress
 from otel_dl.forensics.folder import KEPT, temporary
-from otel_dl.forensics.reader import Page, read_all
+from otel_dl.forensics.reader import SUFFIX, Page, read_all
 from otel_dl.forensics.report import began, lines, when
 from otel_dl.settings import URL, Settings
 from otel_dl.viewing.comparing import causes, kineto, nsys, steps
@@ -29,6 +29,8 @@ from otel_dl.viewing.text import render_heading, render_reading, render_summary
 
 _RUNS_SHOWN = 3
 """Of several runs in a folder, so many are told whole, the latest."""
+_OTHERS_SHOWN = 8
+"""Of several folders of runs, so many are named beside the newest, the latest."""
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -146,7 +148,9 @@ def compare(trace: Path, profile: Path) -> None:
         _say(f"otel-dl: {trace} cannot be read: {error.strerror}. Name a folder that `otel-dl run` wrote.")
         sys.exit(1)
     if not processes:
-        _say(f"otel-dl: there are no steps in {trace} to compare with. `otel-dl report {shlex.quote(str(trace))}`")
+        below = _below(trace, "compare", f" {shlex.quote(str(profile))}") if trace.is_dir() else ""
+        advice = below or f"`otel-dl report {shlex.quote(str(trace))}`"
+        _say(f"otel-dl: there are no steps in {trace} to compare with. {advice}")
         sys.exit(1)
     try:
         paired = pair(_read_profile(profile, processes), processes)
@@ -202,7 +206,9 @@ def status(directory: Path | None) -> None:
         )
     if not found:
         where = directory or temporary()
-        _say(f"otel-dl: there are no status pages in {where}: what was started there has not begun, or ended in order.")
+        below = _below(directory, "status") if directory is not None else ""
+        advice = f". {below}" if below else ": what was started there has not begun, or ended in order."
+        _say(f"otel-dl: there are no status pages in {where}{advice}")
     sys.exit(0 if found else 1)
 
 
@@ -298,10 +304,27 @@ def _summarize(
     return reading.spans > 0 and bool(chosen)
 
 
+def _below(directory: Path, command: str, after: str = "") -> str:
+    """Where the folder is one of runs' folders: what to call for the newest of them, and which others there are."""
+    changed: dict[Path, float] = {}
+    for pattern in ("*/*.jsonl", f"*/*{SUFFIX}"):
+        for path in directory.glob(pattern):
+            with contextlib.suppress(OSError):  # a page that its process takes away meanwhile
+                changed[path.parent] = max(changed.get(path.parent, 0), path.stat().st_mtime)
+    if not changed:
+        return ""
+    newest, *others = sorted(changed, key=lambda folder: changed[folder], reverse=True)
+    said = f"The newest in its folders: otel-dl {command} {shlex.quote(str(newest))}{after}"
+    if others:
+        more = f" and {len(others) - _OTHERS_SHOWN:,} more" if len(others) > _OTHERS_SHOWN else ""
+        said += f" (others: {', '.join(folder.name for folder in others[:_OTHERS_SHOWN])}{more})"
+    return said
+
+
 def _advice(directory: Path) -> str:
-    below = max(directory.glob("*/*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
-    if below is not None:
-        return f"The newest in its folders: otel-dl report {below.parent}"
+    below = _below(directory, "report")
+    if below:
+        return below
     off = [name for name in ("OTEL_DL_ENABLED", "OTEL_SDK_DISABLED", "OTEL_TRACES_SAMPLER") if os.environ.get(name)]
     switched = f" {', '.join(f'{name}={os.environ[name]}' for name in off)} may have switched it off." if off else ""
     return (
