@@ -179,8 +179,8 @@ def status(directory: Path | None) -> None:
     """Print what each process of a run does, or had in hand when it died, from the status pages in DIR.
 
     DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, the runs that were given none, the
-    newest first. A process that ends by itself leaves no page: once none runs, how each ended is told by the traces in
-    DIR. The exit status is 0 when there was something to tell and 1 when there was nothing.
+    newest first. A process that ends by itself leaves no page: how it ended is told by the traces in DIR. The exit
+    status is 0 when there was something to tell and 1 when there was nothing.
     """
     found: list[tuple[Path, list[Page]]] = []
     for folder in [directory] if directory is not None else temporary().glob("*/"):
