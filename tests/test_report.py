@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -355,6 +356,34 @@ class TestLoading:
         assert "worker 1 (pid 71): median 18 ms a batch, the others 6 ms" in text
         assert "82-83: 18 ms in worker 1" in text
         assert "busy 50.0% of their time, 1 batch ready at a next (median), 64 MiB of /dev/shm free" in text
+
+    @pytest.mark.parametrize(("slow", "named"), [(3, False), (30, True)])
+    def test_a_last_batch_that_is_smaller_accuses_no_worker(self, slow: int, named: bool) -> None:
+        """Of 18 batches an epoch, by two workers, the last is small; so is each worker's last, of an iterable dataset.
+        The other loader has too few batches to say anything."""
+        run = Run()
+        for loader, epochs, length in ((0, 3, 18), (1, 3, 4)):
+            for epoch, place in itertools.product(range(epochs), range(length)):
+                worker = place % 2
+                took = 1 if place >= length - 1 else slow if worker else 3
+                run.span(
+                    "dataloader.fetch", 1000 + 100 * epoch + place, took, dl__loader__id=loader,
+                    dl__worker__id=worker, dl__worker__pid=70 + worker, dl__batch__index=place,
+                )  # fmt: skip
+        told = said("Slow worker", run)
+        assert told.endswith("worker 1 (pid 71) of loader 0: median 30 ms a batch, the others 3 ms") == named
+        assert bool(told) == named
+
+    def test_batches_of_two_sizes_that_alternate_by_epoch_end_accuse_no_worker(self) -> None:
+        """Worker 0 reads 64 and 64 samples an epoch, worker 1 64 and 8."""
+        run = Run()
+        for epoch, place in itertools.product(range(20), range(4)):
+            took = 1 if place == 3 else 40
+            run.span(
+                "dataloader.fetch", 1000 + 100 * epoch + place, took, dl__loader__id=1,
+                dl__worker__id=place % 2, dl__worker__pid=70 + place % 2, dl__batch__index=place,
+            )  # fmt: skip
+        assert not said("Slow worker", run)
 
     def test_nothing_is_said_of_workers_where_there_are_none(self) -> None:
         run = Run()

@@ -14,8 +14,8 @@ from otel_dl.viewing.reading import Span, ns_of
 
 SLOW_FACTOR: Final = 1.5
 """A worker is slow whose median is so many times that of the others."""
-SLOW_LEAST: Final = 5
-"""Batches of a worker that tell."""
+SLOW_LEAST: Final = 7
+"""Batches of a worker that tell, without the last ones of its epochs."""
 SLOWEST: Final = 3
 DIED: Final = 8
 """Ends of workers told at most."""
@@ -32,6 +32,7 @@ CAUSE: Final = 0.5
 
 
 class SlowWorker(NamedTuple):
+    loader: int | None
     rank: int
     worker: int
     pid: int
@@ -125,7 +126,8 @@ class Collector:
     def __init__(self) -> None:
         # A worker is (run, loader, rank, number), whatever its process: workers that do not persist get a new one each
         # epoch. A loader is its first two: it has the same number in every rank.
-        self._by_worker: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
+        self._by_worker: defaultdict[tuple[Any, ...], list[tuple[int | None, int]]] = defaultdict(list)
+        """Of each batch that one read: its number in the epoch, how long that took."""
         self._processes: defaultdict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
         """Of each worker its pids, with the latest instant of each."""
         self._fetches: list[SlowFetch] = []
@@ -145,7 +147,8 @@ class Collector:
         loader = span.resource.get("dl.run.id"), said.get("dl.loader.id")
         worker = (*loader, rank, said["dl.worker.id"]) if "dl.worker.id" in said else None
         if span.name == SpanName.FETCH and worker is not None:
-            self._by_worker[worker].append(span.duration_ns)
+            if not span.failed:
+                self._by_worker[worker].append((said.get("dl.batch.index"), span.duration_ns))
             processes, pid = self._processes[worker], said.get("dl.worker.pid", 0)
             processes[pid] = max(processes.get(pid, 0), span.end_ns)
             samples = said.get("dl.sample.indices")
@@ -192,7 +195,8 @@ class Collector:
 
     def _slow_workers(self) -> Mapping[tuple[Any, ...], SlowWorker]:
         """Each is compared with the other workers of its loader, in all ranks: another loader reads other data."""
-        medians = {who: statistics.median(times) for who, times in self._by_worker.items() if len(times) >= SLOW_LEAST}
+        even = {who: _whole_batches(batches) for who, batches in self._by_worker.items()}
+        medians = {who: statistics.median(times) for who, times in even.items() if len(times) >= SLOW_LEAST}
         loaders: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
         for who, median in medians.items():
             loaders[who[:2]].append(median)
@@ -203,7 +207,7 @@ class Collector:
             if others and median > SLOW_FACTOR * statistics.median(others):
                 pids = self._processes[who]
                 last = max(pids, key=pids.__getitem__)
-                slow[who] = SlowWorker(who[2], who[3], last, len(pids), median, statistics.median(others))
+                slow[who] = SlowWorker(who[1], who[2], who[3], last, len(pids), median, statistics.median(others))
         return slow
 
     def _advice(
@@ -217,7 +221,7 @@ class Collector:
         for each in waits:
             by_loader[each.loader] += each.duration_ns
         loader = max(by_loader, key=by_loader.__getitem__)
-        times = [time for who, each in self._by_worker.items() if who[:2] == loader for time in each]
+        times = [time for who, each in self._by_worker.items() if who[:2] == loader for _, time in each]
         busy = _busy([self._lives[loader]])
         workers = self._workers.get(loader)
         if busy is None or not workers or not times:
@@ -242,6 +246,13 @@ class Collector:
             statistics.mean(times),
             max(0.0, statistics.mean(steps.values()) * (1 - wait)),
         )
+
+
+def _whole_batches(batches: Sequence[tuple[int | None, int]]) -> Sequence[int]:
+    """How long those took that are surely of full size. A worker's last batch of an epoch may be smaller: the loader's
+    last one is, and of an iterable dataset that of each worker. What has no number may be such a one."""
+    last = max((place for place, _ in batches if place is not None), default=None)
+    return [duration_ns for place, duration_ns in batches if place is not None and place != last]
 
 
 def _busy(lives: Iterable[Sequence[float]]) -> float | None:

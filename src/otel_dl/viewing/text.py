@@ -225,7 +225,8 @@ def _loading_rows(loading: Loading, several_ranks: bool) -> Iterator[tuple[str, 
 def _worker(slow: SlowWorker, several_ranks: bool) -> str:
     rank = f"rank {slow.rank} " if several_ranks else ""
     processes = f"{slow.processes} processes, the last: " if slow.processes > 1 else ""
-    return f"{rank}worker {slow.worker} ({processes}pid {slow.pid})"
+    loader = f" of loader {slow.loader}" if slow.loader is not None else ""
+    return f"{rank}worker {slow.worker} ({processes}pid {slow.pid}){loader}"
 
 
 def _advice_rows(advice: Advice) -> Iterator[tuple[str, str]]:
