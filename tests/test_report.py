@@ -235,7 +235,8 @@ def loaded(
         epoch, place = divmod(number, length)
         worker = place % workers
         if place == 0:
-            run.span("dataloader.start_workers", 999, 5, dl__worker__count=workers, dl__shm__free_bytes=64 * 2**20)
+            started: dict[str, Any] = {"dl__worker__count": workers, "dl__shm__free_bytes": 64 * 2**20}
+            run.span("dataloader.start_workers", 999, 5, dl__loader__id=0, **started)
         rare = rare_ms if number % 20 == 19 else 0
         took = rare or (slow_ms if worker == workers - 1 else fetch_ms)
         shorter = fetch_ms < slow_ms and workers > 1
@@ -243,6 +244,7 @@ def loaded(
         extra = start_ms if place == 0 else 0
         step = run.step(number, 10 + rare + extra)
         batch: dict[str, Any] = {
+            "dl__loader__id": 0,
             "dl__worker__id": worker,
             "dl__worker__pid": 70 + epoch * workers + worker,
             "dl__batch__index": place,
@@ -257,7 +259,8 @@ def loaded(
         run.span("dataloader.fetch", 1000 + number, took, **batch, **samples)
     for worker in range(workers * epochs):
         life: dict[str, Any] = {"dl__worker__busy_ms": 1000 * busy, "dl__worker__idle_ms": 1000 * (1 - busy)}
-        run.span("dataloader.worker", 999, 1000, dl__worker__id=worker % workers, dl__worker__end="finished", **life)
+        life |= {"dl__loader__id": 0, "dl__worker__id": worker % workers, "dl__worker__end": "finished"}
+        run.span("dataloader.worker", 999, 1000, **life)
 
 
 def said(label: str, run: Run) -> str:
@@ -347,13 +350,13 @@ class TestLoading:
         for run in runs:
             loaded(run, wait=0.1, busy=0.5, workers=1, slow_ms=18 if run.rank else 6)
         text = render_summary(summary_of(*runs))
-        assert "rank 1 worker 0 (pid 70): median 18 ms a batch, the others 6 ms" in text
+        assert "rank 1 worker 0 (pid 70) of loader 0: median 18 ms a batch, the others 6 ms" in text
 
     def test_which_worker_and_which_samples_are_slow(self) -> None:
         run = Run()
         loaded(run, wait=0.1, busy=0.5)
         text = render_summary(summary_of(run))
-        assert "worker 1 (pid 71): median 18 ms a batch, the others 6 ms" in text
+        assert "worker 1 (pid 71) of loader 0: median 18 ms a batch, the others 6 ms" in text
         assert "82-83: 18 ms in worker 1" in text
         assert "busy 50.0% of their time, 1 batch ready at a next (median), 64 MiB of /dev/shm free" in text
 
@@ -492,6 +495,19 @@ class TestSummary:
         text = render_summary(summary_of(run))
         assert "median 4 ms, p99 4 ms (4 batches by 2 workers)" in text
         assert "median 9 ms, p99 9 ms (1 batch by the training process)" in text
+
+    @pytest.mark.parametrize("pids", [(71, 72), (73, 74)])
+    def test_batches_that_no_step_took_do_not_count_their_workers_twice(self, pids: tuple[int, int]) -> None:
+        """They do not say of which loader they are."""
+        run = Run()
+        for place in range(4):
+            named: dict[str, Any] = {"dl__loader__id": 0} if place < 2 else {}
+            pid = (71, 72, *pids)[place]
+            run.span(
+                "dataloader.fetch", 100 + place, 4, dl__worker__id=place % 2, dl__worker__pid=pid,
+                dl__batch__index=place, **named,
+            )  # fmt: skip
+        assert "(4 batches by 2 workers)" in render_summary(summary_of(run))
 
     def test_evaluation_own_spans_and_drops(self) -> None:
         run = Run()

@@ -106,6 +106,8 @@ class _Wait(NamedTuple):
 
 
 class Loading(NamedTuple):
+    readers: int
+    """Workers that have read batches, each counted once though it is another process each epoch."""
     busy: float | None
     """Of the workers whose whole life is known; None: of none."""
     free_shm: int | None
@@ -130,6 +132,10 @@ class Collector:
         """Of each batch that one read: its number in the epoch, how long that took."""
         self._processes: defaultdict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
         """Of each worker its pids, with the latest instant of each."""
+        self._loader_of: dict[tuple[Any, ...], Any] = {}
+        """(run, rank, host, pid) of a worker → its loader's number."""
+        self._without: list[tuple[tuple[Any, ...], Span]] = []
+        """Fetches that do not say of which loader, as no step took their batch: with the same."""
         self._fetches: list[SlowFetch] = []
         self._lives: defaultdict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
         """Of each loader's workers: busy, idle."""
@@ -146,15 +152,14 @@ class Collector:
         rank = span.resource.get("dl.rank", 0)
         loader = span.resource.get("dl.run.id"), said.get("dl.loader.id")
         worker = (*loader, rank, said["dl.worker.id"]) if "dl.worker.id" in said else None
+        process = loader[0], rank, span.resource.get("host.name"), said.get("dl.worker.pid")
+        if worker is not None and loader[1] is not None and process[-1] is not None:
+            self._loader_of[process] = loader[1]
         if span.name == SpanName.FETCH and worker is not None:
-            if not span.failed:
-                self._by_worker[worker].append((said.get("dl.batch.index"), span.duration_ns))
-            processes, pid = self._processes[worker], said.get("dl.worker.pid", 0)
-            processes[pid] = max(processes.get(pid, 0), span.end_ns)
-            samples = said.get("dl.sample.indices")
-            if samples and not span.failed:
-                self._fetches.append(SlowFetch(span.duration_ns, samples, said["dl.worker.id"]))
-                self._fetches = heapq.nlargest(SLOWEST, self._fetches)
+            if loader[1] is None:
+                self._without.append((process, span))
+                return
+            self._fetch(worker, span)
         elif span.name == SpanName.WORKER:
             self._lives[loader][0] += said.get("dl.worker.busy_ms", 0.0)
             self._lives[loader][1] += said.get("dl.worker.idle_ms", 0.0)
@@ -180,10 +185,34 @@ class Collector:
                 )
             )
 
+    def _fetch(self, worker: tuple[Any, ...], span: Span) -> None:
+        said = span.attributes
+        self._by_worker[worker] += [] if span.failed else [(said.get("dl.batch.index"), span.duration_ns)]
+        processes, pid = self._processes[worker], said.get("dl.worker.pid", 0)
+        processes[pid] = max(processes.get(pid, 0), span.end_ns)
+        samples = said.get("dl.sample.indices")
+        if samples and not span.failed:
+            self._fetches.append(SlowFetch(span.duration_ns, samples, said["dl.worker.id"]))
+            self._fetches = heapq.nlargest(SLOWEST, self._fetches)
+
+    def _give_loaders(self) -> None:
+        """To the fetches that do not say theirs: that of other spans of their process, else the only one of the rank.
+        A worker of two loaders is two."""
+        of_rank: defaultdict[tuple[Any, ...], set[Any]] = defaultdict(set)
+        for process, loader in self._loader_of.items():
+            of_rank[process[:2]].add(loader)
+        for process, span in self._without:
+            loaders = of_rank[process[:2]]
+            loader = self._loader_of.get(process, next(iter(loaders)) if len(loaders) == 1 else None)
+            self._fetch((process[0], loader, process[1], span.attributes["dl.worker.id"]), span)
+        self._without.clear()
+
     def result(self, steps: Mapping[str, int], wait: float) -> Loading:
         """`steps`: how long each step took that counts, by its span; of their time the share `wait` is waiting."""
+        self._give_loaders()
         slow = self._slow_workers()
         return Loading(
+            readers=len(self._by_worker),
             busy=_busy(self._lives.values()),
             free_shm=min(self._free, default=None),
             ready=statistics.median(self._ready) if self._ready else None,

@@ -180,7 +180,6 @@ class _Run:
         self._phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._by_workers: list[int] = []
         self._by_training: list[int] = []
-        self._workers: set[tuple[object, ...]] = set()
         self._failed_elsewhere: Counter[tuple[str, str]] = Counter()
         self._loading = loading.Collector()
         self._compilations = compilations.Collector()
@@ -213,8 +212,6 @@ class _Run:
         elif span.name == SpanName.FETCH:
             if "dl.worker.id" in span.attributes:
                 self._by_workers.append(span.duration_ns)
-                loader, worker = span.attributes.get("dl.loader.id"), span.attributes["dl.worker.id"]
-                self._workers.add((loader, number_of(span, "dl.rank"), worker))
             else:
                 self._by_training.append(span.duration_ns)
         elif span.name == SpanName.EVAL:
@@ -235,6 +232,8 @@ class _Run:
         told = self._incidents.result(processes, [page for page in pages if page.run == self.name])
         for waiter in (waiter for incident in told.found for waiter in incident.waiters if waiter.startup_error):
             self._failed_elsewhere[SpanName.STARTUP, waiter.startup_error] -= 1  # told there
+        # While the device works off what was queued before, nothing waits for data that loading could shorten.
+        loaded = self._loading.result(even, wait if on_device is None else min(wait, on_device.wait.device))
         by_rank: defaultdict[int, list[Step]] = defaultdict(list)
         for step in steps:
             by_rank[step.rank].append(step)
@@ -258,14 +257,13 @@ class _Run:
             evaluation=Evaluation(self._evaluations, self._evaluation_ns),
             fetches=[
                 Fetches(distribution(each), count)
-                for each, count in ((self._by_workers, len(self._workers)), (self._by_training, 0))
+                for each, count in ((self._by_workers, loaded.readers), (self._by_training, 0))
                 if each
             ],
             failed_elsewhere=+self._failed_elsewhere,
             compilations=self._compilations.result(),
             warmup=self._warmup.result(),
-            # While the device works off what was queued before, nothing waits for data that loading could shorten.
-            loading=self._loading.result(even, wait if on_device is None else min(wait, on_device.wait.device)),
+            loading=loaded,
             device=on_device,
             memory=self._device.memory(),
             waiting=self._waiting.result({(step.trace_id, step.rank) for step in _even(steps)}, sum(even.values())),
