@@ -25,6 +25,7 @@ from otel_dl.viewing.summary import Summary, summarize
 from otel_dl.viewing.text import render_summary
 
 MS = 1_000_000
+USER = "otel_dl.user"
 EPOCH = 1_700_000_000 * 10**9
 
 
@@ -49,7 +50,7 @@ class Rank:
 
     def span(
         self, name: str, trace: int, start: int, end: int, parent: SpanContext | None = None, words: str = "",
-        **attributes: Any,
+        scope: str = "otel_dl", **attributes: Any,
     ) -> SpanContext:  # fmt: skip
         context = SpanContext(trace, random.getrandbits(63) | 1, False, TraceFlags(1))
         named = {key.replace("__", "."): value for key, value in attributes.items()}
@@ -64,7 +65,7 @@ class Rank:
                 status=Status(StatusCode.ERROR, words or None) if failed else Status(StatusCode.UNSET),
                 start_time=start + round(self.skew * MS),
                 end_time=end + round(self.skew * MS),
-                instrumentation_scope=InstrumentationScope("otel_dl"),
+                instrumentation_scope=InstrumentationScope(scope),
             )
         )
         return context
@@ -81,7 +82,10 @@ class Job:
     def __init__(
         self, world: int = 4, run: str = "job-1", skew: dict[int, float] | None = None, error: float | None = 0.05,
         many_hosts: bool = True, jitter: float = 1, groups: Sequence[Sequence[int]] | None = None, ddp: bool = True,
+        own: str = "", around: str = "",
     ) -> None:  # fmt: skip
+        """`own`: a span of the script's own before the forward; `around`: one around both."""
+        self.own, self.around = own, around
         self.world, self.run, self.skew, self.error = world, run, skew or {}, error
         self.many_hosts, self.jitter, self.ddp = many_hosts, jitter, ddp
         self.ranks = [Rank(self, rank) for rank in range(world)]
@@ -109,7 +113,14 @@ class Job:
                     spans[rank].append((name, begun, rank.now, {}))
 
         phase("dataloader.next", 2)
+        begun = {rank: rank.now for rank in self.ranks}
+        if self.own:
+            phase(self.own, 1)
         phase("forward", 5)
+        if self.around:
+            phase(OUTSIDE, 1)
+            for rank in self.ranks:
+                spans[rank].append((self.around, begun[rank], rank.now, {}))
         if self.ddp:
             begun = {rank: rank.now for rank in self.ranks}
             phase("backward", 4)
@@ -136,8 +147,12 @@ class Job:
             mine = number + ahead.get(rank.rank, 0)
             trace = ids.trace_id(self.run, "step", mine)
             step = rank.first("train.step", trace, starts[rank], rank.now, dl__step=mine, dl__keep__reason="head")
-            for name, start, end, attributes in sorted(spans[rank], key=lambda each: each[1]):
-                rank.span(name, trace, start, end, step, **attributes)
+            around = step
+            for name, start, end, attributes in sorted(spans[rank], key=lambda each: (each[1], -each[2])):
+                mine = name in (self.own, self.around)
+                parent = around if name in (self.own, "forward") else step
+                context = rank.span(name, trace, start, end, parent, scope=USER if mine else "otel_dl", **attributes)
+                around = context if name == self.around else around
 
     def collective(
         self, group: str, issues: dict[Rank, int], ms: float, spans: dict[Rank, list[tuple[Any, ...]]],
@@ -385,6 +400,23 @@ class TestArrivedLast:
         assert "Missing" not in text
         assert "Longest waits" not in text
         assert "Arrived last" not in text
+
+    @pytest.mark.parametrize(("around", "told"), [("", "augment"), ("train_batch", "train_batch")])
+    def test_a_span_of_the_scripts_own_that_took_a_rank_longer_is_named(
+        self, tmp_path: Path, around: str, told: str
+    ) -> None:
+        """Of spans within each other the outermost; the forward in it still counts as the forward."""
+        job = Job(own="augment", around=around, jitter=0)
+        for number in range(20):
+            job.step(number, {(1, "augment"): 30} if number < 17 else {(2, "forward"): 30})
+        summary = job.summary(tmp_path)
+        assert {late.rank: dict(late.longer) for late in summary.arrivals.ranks} == {1: {told: 17}, 2: {"forward": 3}}
+        assert f"longer: {told} in 17" in next(lines(summary, "Arrived last"))
+        own = {each.name: (each.spans, each.median_ns, each.total_ns) for each in summary.own_spans}
+        assert own["augment"] == (80, MS, 590 * MS)
+        assert summary.times is not None
+        assert summary.times.shares["forward"] > 0
+        assert "augment: 80, median 1 ms, 590 ms in all" in list(lines(summary, "Own spans"))
 
 
 class TestStandsOut:

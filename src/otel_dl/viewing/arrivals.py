@@ -20,7 +20,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from otel_dl.semconv import COLLECTIVES, FIRST_SPANS, PHASES, SpanName
+from otel_dl.semconv import COLLECTIVES, FIRST_SPANS, SpanName
+from otel_dl.viewing import within
 from otel_dl.viewing.reading import Span, number_of, text_of
 
 MOST: Final = 8_000_000
@@ -31,7 +32,6 @@ SHOWN_AS_LONGER: Final = 0.5
 """A phase explains a lateness when it was longer than the others' by this share of it."""
 
 OUTSIDE: Final = "outside any phase"
-_PARTS: Final = tuple(sorted(PHASES))
 _OPS: Final = tuple(sorted(COLLECTIVES - {SpanName.SEND, SpanName.RECV}))
 _OP_BITS: Final = 4
 _FAILED: Final = 2
@@ -54,7 +54,7 @@ class Arrival(NamedTuple):
     share: float
     """`late_ns` of the step's duration (the longest of the ranks')."""
     longer: str
-    """The phase (`forward`, …) or `OUTSIDE` that took longer on it than on the others, by most of `late_ns`; "" where
+    """The phase (`forward`, …), span of the user's own, or `OUTSIDE` that took longer on it than on the others, by most of `late_ns`; "" where
     the numbers show none."""
 
 
@@ -158,8 +158,7 @@ class Collector:
         self._spans: dict[int, str] = {}
         """Place → id of the `train.step`."""
         self._hosts: dict[int, str] = {}
-        self._phases: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
-        """Id of a `train.step` → of each of its phases: which, start, end."""
+        self._within = within.Collector()
         self._rows: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
         """Group → six numbers a span, see `_add_collective`."""
         self._sizes: dict[str, int] = {}
@@ -184,8 +183,6 @@ class Collector:
                 self._offsets[place] = number_of(span, "dl.clock.offset_ns")
                 self._errors[place] = number_of(span, "dl.clock.error_ns")
             self._hosts[number_of(span, "dl.rank")] = text_of(span, "host.name")
-        elif span.name in PHASES:
-            self._phases[span.parent_id].extend(array("q", (_PARTS.index(span.name), span.start_ns, span.end_ns)))
 
     def _place(self, span: Span) -> int:
         key = hash((span.trace_id, number_of(span, "dl.rank")))
@@ -220,7 +217,9 @@ class Collector:
         )
         self._rows[group].extend(array("q", row))
 
-    def result(self) -> Arrivals:
+    def result(self, parts: within.Collector) -> Arrivals:
+        """`parts`: what lies in the steps."""
+        self._within = parts
         by_step: defaultdict[int, list[tuple[str, Sequence[int]]]] = defaultdict(list)
         lacking: set[int] = set()
         for group, rows in self._rows.items():
@@ -396,7 +395,8 @@ class Collector:
         }
         mine = own.pop(rank)
         more = {
-            part: mine[part] - statistics.median(times[part] for times in own.values()) for part in (*_PARTS, OUTSIDE)
+            part: mine[part] - statistics.median(times[part] for times in own.values())
+            for part in sorted(set(mine).union(*own.values()))
         }
         part = max(more, key=more.__getitem__)
         return part if more[part] >= SHOWN_AS_LONGER * late else ""
@@ -413,11 +413,10 @@ class Collector:
         """Until the last collective of the step, all by the rank's own clock."""
         since, until = self._starts[place] if former is None else self._lasts[former], self._lasts[place]
         spans = [
-            (_PARTS[phases[i]], max(phases[i + 1], since), min(phases[i + 2], until))
+            (part, max(start, since), min(end, until))
             for step in (former, place)
             if step is not None
-            for phases in [self._phases.get(self._spans[step], array("q"))]
-            for i in range(0, len(phases), 3)
+            for part, start, end in self._within.intervals(self._spans[step])
         ]
         times: Counter[str] = Counter()
         for part, start, end in spans:

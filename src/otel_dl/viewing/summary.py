@@ -1,7 +1,7 @@
 """What a person wants to know about a run, computed from its spans: pure data, without any wording.
 
-Steps are spans `train.step`; a phase counts for a step when it is a direct child of it, so that a forward within a
-backward (activation checkpointing) is not counted twice. Durations are nanoseconds.
+Steps are spans `train.step`; a phase counts for a step when it is a direct child of it, or of a span of the
+user's in it: a forward within a backward (activation checkpointing) is not counted twice. Durations are nanoseconds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
-from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, compilations, device, incidents, loading, seen, waiting, warmup
+from otel_dl.semconv import PHASES, SCOPE, KeepReason, SpanName
+from otel_dl.viewing import arrivals, compilations, device, incidents, loading, seen, waiting, warmup, within
 from otel_dl.viewing.arrivals import Arrivals
 from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.device import DeviceMemory, DeviceTimes
@@ -26,6 +26,7 @@ from otel_dl.viewing.reading import Span, number_of, text_of
 from otel_dl.viewing.seen import Process, Ranks
 from otel_dl.viewing.waiting import Waiting
 from otel_dl.viewing.warmup import Warmup
+from otel_dl.viewing.within import OwnSpans
 
 PARTS: Mapping[str, str] = {
     SpanName.NEXT: "data wait",
@@ -141,6 +142,8 @@ class Summary:
     """None where the device's own time is not known."""
     memory: DeviceMemory | None
     user_spans: int
+    own_spans: Sequence[OwnSpans]
+    """Those of the user's by name, most time first."""
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
 
@@ -162,7 +165,7 @@ def summarize(spans: Iterable[Span], pages: Sequence[Page] = ()) -> list[Summary
     if nameless is not None and len(runs) == 2 and nameless.start_ns is None:
         del runs[""]
         (run,) = runs.values()
-        run.user_spans += nameless.user_spans
+        run.within.take(nameless.within)
     return [run.result(pages) for run in sorted(runs.values(), key=lambda run: run.start_ns or 0)] or [
         _Run("").result(pages)
     ]
@@ -175,7 +178,7 @@ class _Run:
         self.name = name
         self.start_ns: int | None = None
         """Of its first span; None: it has none of otel-dl's own."""
-        self.user_spans = 0
+        self.within = within.Collector()
         self._steps: list[Step] = []
         self._phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._by_workers: list[int] = []
@@ -193,7 +196,7 @@ class _Run:
 
     def add(self, span: Span) -> None:
         if span.scope != SCOPE:
-            self.user_spans += 1
+            self.within.add_own(span)
             return
         self.start_ns = span.start_ns if self.start_ns is None else min(self.start_ns, span.start_ns)
         self._dropped += number_of(span, "otel_dl.dropped")
@@ -205,6 +208,8 @@ class _Run:
         self._seen.add(span)
         self._warmup.add(span)
         is_told = self._incidents.add(span)
+        if span.name in PHASES:
+            self.within.add_phase(span)
         if span.name == SpanName.STEP:
             self._steps.append(_step(span))
         elif span.name in PARTS:
@@ -220,14 +225,22 @@ class _Run:
         if span.failed and span.name != SpanName.STEP and not is_told:
             self._failed_elsewhere[span.name, text_of(span, "error.type")] += 1
 
+    def _phases_of_steps(self) -> Mapping[str, Counter[str]]:
+        """Those within a span of the user's are of what is around that."""
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for parent, times in self._phases.items():
+            found[self.within.around(parent)].update(times)
+        return found
+
     def result(self, pages: Sequence[Page]) -> Summary:
-        steps, phases = self._steps, self._phases
+        self.within.settle()
+        steps, phases = self._steps, self._phases_of_steps()
         reasons = _keep_reasons(steps)
         times = _times(steps, phases) if steps else None
         even = {step.span_id: step.duration_ns for step in _even(steps)}
         on_device = self._device.times(even, PARTS.values(), PARTS[SpanName.NEXT], OTHER)
         wait = times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0
-        compared = self._arrivals.result()
+        compared = self._arrivals.result(self.within)
         processes = self._seen.processes()
         told = self._incidents.result(processes, [page for page in pages if page.run == self.name])
         for waiter in (waiter for incident in told.found for waiter in incident.waiters if waiter.startup_error):
@@ -267,7 +280,8 @@ class _Run:
             device=on_device,
             memory=self._device.memory(),
             waiting=self._waiting.result({(step.trace_id, step.rank) for step in _even(steps)}, sum(even.values())),
-            user_spans=self.user_spans,
+            user_spans=self.within.count,
+            own_spans=self.within.own(),
             dropped=self._dropped,
         )
 

@@ -17,6 +17,7 @@ _LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
 _LATE_SHOWN = 4
+_OWN_SHOWN = 8
 _IN_ORDER = "as batches are handed out in order, unless in_order=False"
 
 
@@ -96,9 +97,20 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
             yield "Failed", f"{count} worker{plural(count)} ended: {error}"
         else:
             yield "Failed", f"{error} in {count} {name} span{plural(count)}"
+    yield from _own_rows(summary)
+    yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
+
+
+def _own_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.user_spans:
         yield "Own spans", f"{summary.user_spans:,} of the script's own"
-    yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
+    for own in summary.own_spans[:_OWN_SHOWN]:
+        yield (
+            "Own spans",
+            f"{own.name}: {own.spans:,}, median {duration(own.median_ns)}, {duration(own.total_ns)} in all",
+        )
+    if len(summary.own_spans) > _OWN_SHOWN:
+        yield "Own spans", f"and {len(summary.own_spans) - _OWN_SHOWN} more names"
 
 
 def _missing_rows(missing: Ranks) -> Iterator[tuple[str, str]]:
