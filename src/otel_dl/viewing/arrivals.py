@@ -54,8 +54,8 @@ class Arrival(NamedTuple):
     share: float
     """`late_ns` of the step's duration (the longest of the ranks')."""
     longer: str
-    """The phase (`forward`, …), span of the user's own, or `OUTSIDE` that took longer on it than on the others, by most of `late_ns`; "" where
-    the numbers show none."""
+    """The phase (`forward`, …), span of the user's own, or `OUTSIDE` that took longer on it than on the others, by most
+    of `late_ns`; "" where the numbers show none."""
 
 
 class Late(NamedTuple):
