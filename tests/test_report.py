@@ -543,6 +543,26 @@ class TestSummary:
         assert [(summary.run, summary.kept, summary.total) for summary in summaries] == [("a", 1, 10), ("b", 1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("reasons", "words"),
+    [
+        (["size"] * 3, ": 4, 4 ms, 3 again, because: size"),
+        (["size", "size", "type"], ": 4, 4 ms, 3 again, 2 because: size, 1 because: type"),
+        (
+            [*"abcdef"],
+            ": 7, 7 ms, 6 again, 1 because: a, 1 because: b, 1 because: c, 1 because: d, and for 2 more reasons",
+        ),
+    ],
+)
+def test_each_reason_of_a_recompilation_is_told(reasons: list[str], words: str) -> None:
+    run = Run()
+    for number, reason in enumerate(["", *reasons]):
+        again: dict[str, Any] = {"dl__compile__recompiled": True, "dl__compile__reason": reason} if reason else {}
+        name: dict[str, Any] = {"code__function__name": "forward", "dl__compile__graph_breaks": 0}
+        run.span("torch.compile", 1 + number, 1, **name, **again)
+    assert said("Compiled", run).endswith(words)
+
+
 class TestCommand:
     def test_prints_the_summary_on_stdout(self, tmp_path: Path) -> None:
         run = Run()
