@@ -600,6 +600,20 @@ class TestIncidents:
         job.ranks[0].first("train.step", 1, EPOCH + 3600 * MS, EPOCH + 3601 * MS, dl__step=3)
         assert self.paragraph(job, tmp_path / "later")[1].endswith("; went on later")
 
+    def test_a_stall_is_told_with_the_length_that_it_had_in_the_end(self, tmp_path: Path) -> None:
+        """It is written while the wait goes on. The others' waits, and those in other collectives, are other waits."""
+        job = Job(2)
+        waited(job, 0, 2000, missing=[1], reason="late", words="has been outside any phase at step 29 for 2.0 s")
+        said: dict[str, Any] = {"dl__group__id": "0", "dl__group__size": 2}
+        trace = ids.trace_id(job.run, "step", 30)
+        step = job.ranks[0].first("train.step", trace, EPOCH, EPOCH + 9500 * MS, dl__step=30)
+        for rank, seq, ms in ((0, 3, 9000), (0, 4, 9300), (1, 3, 9400)):
+            said["dl__collective__seq"] = seq
+            job.ranks[rank].span("dist.all_reduce", trace, EPOCH, EPOCH + ms * MS, step, **said)
+        assert self.paragraph(job, tmp_path)[1] == (
+            "rank 0 waited 9 s in all_reduce 3 of the default group at step 30, which rank 1 had not begun; went on later"
+        )
+
     def test_ranks_that_do_not_fit_together_are_one_incident(self, tmp_path: Path) -> None:
         job = Job(2)
         for rank in (0, 1):
