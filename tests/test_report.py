@@ -18,6 +18,7 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlag
 
 from otel_dl.export.file import FileSpanExporter
 from otel_dl.forensics import layout
+from otel_dl.forensics.reader import read_all
 from otel_dl.forensics.writer import create
 from otel_dl.recording.identity import Identity
 from otel_dl.viewing.reading import Reading, Span, read_spans
@@ -541,6 +542,28 @@ class TestSummary:
         second.step(0, 10)
         summaries = summarize(spans_of(first, second))
         assert [(summary.run, summary.kept, summary.total) for summary in summaries] == [("a", 1, 10), ("b", 1, 1)]
+
+
+@pytest.mark.parametrize("exported", [9, 0])
+def test_what_a_killed_rank_had_kept_and_not_exported_is_lost(tmp_path: Path, exported: int) -> None:
+    dead_page(tmp_path / "pages" / "1.status", EPOCH)
+    with (tmp_path / "pages" / "1.status").open("r+b") as file:
+        file.seek(layout.STEP)
+        file.write((49).to_bytes(8, "little"))
+    (page,) = read_all(tmp_path / "pages")
+    run = Run(rank=page.rank, run=page.run)
+    run.resource = run.resource.merge(Resource({"process.pid": page.pid}))
+    for number in range(exported):
+        run.step(number, 10)
+    if not exported:
+        run.span("train.startup", 1, 10)
+    (summary,) = summarize(spans_of(run), [page])
+    assert (summary.kept, summary.total) == (exported, 50)
+    text = render_summary(summary)
+    assert ("9 kept of at least 50" in text) == bool(exported)
+    assert "the tail of rank 0 is lost: its status page says step 49, " in text
+    assert ("its last exported step is 8" if exported else "no step of it is here") in text
+    assert "nothing in these traces" not in text
 
 
 @pytest.mark.parametrize(

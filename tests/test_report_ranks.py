@@ -611,7 +611,8 @@ class TestIncidents:
             said["dl__collective__seq"] = seq
             job.ranks[rank].span("dist.all_reduce", trace, EPOCH, EPOCH + ms * MS, step, **said)
         assert self.paragraph(job, tmp_path)[1] == (
-            "rank 0 waited 9 s in all_reduce 3 of the default group at step 30, which rank 1 had not begun; went on later"
+            "rank 0 waited 9 s in all_reduce 3 of the default group at step 30, which rank 1 had not begun; went on"
+            " later"
         )
 
     def test_ranks_that_do_not_fit_together_are_one_incident(self, tmp_path: Path) -> None:

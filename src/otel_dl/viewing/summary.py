@@ -11,7 +11,7 @@ import heapq
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
@@ -104,6 +104,16 @@ class Evaluation(NamedTuple):
     total_ns: int
 
 
+class Lost(NamedTuple):
+    """A training process that died before it had exported what it had kept."""
+
+    rank: int
+    open_step: int
+    """By its status page."""
+    exported: int | None
+    """The number of its last exported step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Of one run."""
@@ -114,7 +124,7 @@ class Summary:
     kept: int
     """Steps of which something was kept; a step of several ranks counts once."""
     total: int
-    """Highest number of a kept step, plus 1: the run had at least so many."""
+    """Highest number of a kept step, or of one that a status page names, plus 1: the run had at least so many."""
     keep_reasons: Mapping[str, int]
     times: Times | None
     ranks: Sequence[Rank]
@@ -144,6 +154,8 @@ class Summary:
     user_spans: int
     own_spans: Sequence[OwnSpans]
     """Those of the user's by name, most time first."""
+    lost: Sequence[Lost]
+    """By rank."""
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
 
@@ -242,7 +254,9 @@ class _Run:
         wait = times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0
         compared = self._arrivals.result(self.within)
         processes = self._seen.processes()
-        told = self._incidents.result(processes, [page for page in pages if page.run == self.name])
+        pages = [page for page in pages if page.run == self.name]
+        told = self._incidents.result(processes, pages)
+        begun = [(page.rank, page.step) for page in pages if page.worker is None and page.step is not None]
         for waiter in (waiter for incident in told.found for waiter in incident.waiters if waiter.startup_error):
             self._failed_elsewhere[SpanName.STARTUP, waiter.startup_error] -= 1  # told there
         # While the device works off what was queued before, nothing waits for data that loading could shorten.
@@ -254,10 +268,15 @@ class _Run:
             run=self.name,
             start_ns=self.start_ns or 0,
             kept=len(reasons),
-            total=_total(steps),
+            total=max(_total(steps), *(step + 1 for _, step in begun), 0),
             keep_reasons=Counter(reasons.values()),
             times=times,
-            ranks=[_rank(rank, by_rank[rank], phases, compared.own.get(rank)) for rank in sorted(by_rank)],
+            ranks=[
+                _rank(rank, by_rank[rank], phases, compared.own.get(rank))._replace(
+                    total=max(_total(by_rank[rank]), *(step + 1 for whose, step in begun if whose == rank), 0)
+                )
+                for rank in sorted(by_rank)
+            ],
             missing=self._seen.ranks(),
             arrivals=compared,
             incidents=told,
@@ -282,6 +301,7 @@ class _Run:
             waiting=self._waiting.result({(step.trace_id, step.rank) for step in _even(steps)}, sum(even.values())),
             user_spans=self.within.count,
             own_spans=self.within.own(),
+            lost=sorted(_lost(pages, processes), key=lambda lost: lost.rank),
             dropped=self._dropped,
         )
 
@@ -297,6 +317,19 @@ def _step(span: Span) -> Step:
         failed=span.failed,
         error_type=text_of(span, "error.type"),
     )
+
+
+def _lost(pages: Iterable[Page], processes: Iterable[Process]) -> Iterator[Lost]:
+    """A process takes its page away once its last span is written: what has left one was killed."""
+    last: dict[tuple[int, int], int] = {}
+    for process in processes:
+        if process.last_step is not None:
+            last[process.rank, process.pid] = process.last_step.number
+    for page in pages:
+        if page.worker is None and page.step is not None and page.alive() is False:
+            exported = last.get((page.rank, page.pid))
+            if exported is None or exported < page.step:
+                yield Lost(page.rank, page.step, exported)
 
 
 def _keep_reasons(steps: Iterable[Step]) -> Mapping[int, str]:

@@ -10,7 +10,7 @@ from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
 from otel_dl.viewing.seen import Ranks
-from otel_dl.viewing.summary import PARTS, Distribution, Rank, Step, Summary, Times, distribution
+from otel_dl.viewing.summary import PARTS, Distribution, Lost, Rank, Step, Summary, Times, distribution
 from otel_dl.viewing.words import duration, percent, plural, ranks
 
 _LABEL_WIDTH = 15
@@ -98,7 +98,19 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
         else:
             yield "Failed", f"{error} in {count} {name} span{plural(count)}"
     yield from _own_rows(summary)
-    yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
+    if summary.dropped:
+        yield "Dropped", f"{summary.dropped:,} records for lack of room"
+    for lost in summary.lost[:_RANKS_SHOWN]:
+        yield "Dropped", _lost(lost)
+    if len(summary.lost) > _RANKS_SHOWN:
+        yield "Dropped", f"so is that of {len(summary.lost) - _RANKS_SHOWN} more ranks"
+    if not summary.dropped and not summary.lost:
+        yield "Dropped", "nothing in these traces"
+
+
+def _lost(lost: Lost) -> str:
+    exported = f"its last exported step is {lost.exported}" if lost.exported is not None else "no step of it is here"
+    return f"the tail of rank {lost.rank} is lost: its status page says step {lost.open_step}, {exported}"
 
 
 def _own_rows(summary: Summary) -> Iterator[tuple[str, str]]:
