@@ -470,7 +470,7 @@ class TestOwnTime:
             job.step(number, {(2, "forward"): 50})
         summary = job.summary(tmp_path)
         assert {rank.times.steps.median_ns for rank in summary.ranks} == {65 * MS}
-        own = {rank.rank: rank.own.median_ns / MS for rank in summary.ranks if rank.own is not None}
+        own = {rank.rank: rank.own.own.median_ns / MS for rank in summary.ranks if rank.own is not None}
         assert own == {0: 15, 1: 15, 2: 65, 3: 15}
         told = list(lines(summary, "Ranks"))
         assert told[2] == (
@@ -479,6 +479,30 @@ class TestOwnTime:
         )
         assert "own median 15 ms" in told[0]
         assert told[4].startswith("(own: ")
+
+    def test_it_is_told_with_the_whole_of_the_same_steps(self, tmp_path: Path) -> None:
+        """Those that could be compared are the long ones here."""
+        job = Job(jitter=0)
+        for number in range(9):
+            job.step(number, {(2, "forward"): 50} if number < 3 else {}, kept=None if number < 3 else [0, 2])
+        summary = job.summary(tmp_path)
+        (told,) = [line for line in lines(summary, "Ranks") if line.startswith("rank 2")]
+        assert "median 15 ms, p99 65 ms, own median 65 ms of 65 ms (3 steps), data wait" in told
+        (told,) = [line for line in lines(summary, "Ranks") if line.startswith("rank 1")]
+        assert "median 65 ms, p99 65 ms, own median 15 ms (3 steps), data wait" in told
+
+    def test_steps_that_are_not_told_of_do_not_count_for_it(self, tmp_path: Path) -> None:
+        """Of what is no even sample nothing is told where there is one."""
+        job = Job(2, jitter=0)
+        for number in range(6):
+            job.step(number, {(1, "forward"): 50} if number < 2 else {})
+        for rank in job.ranks:
+            for span in rank.spans:
+                attributes = dict(span.attributes or {})
+                if span.name == "train.step" and attributes["dl.step"] in (0, 1):
+                    span._attributes = attributes | {"dl.keep.reason": "slow"}  # type: ignore[assignment]
+        summary = job.summary(tmp_path)
+        assert [(rank.own.own.median_ns, rank.own.own.size) for rank in summary.ranks if rank.own] == [(15 * MS, 4)] * 2
 
     def test_it_is_not_told_where_a_rank_is_missing(self, tmp_path: Path) -> None:
         job = Job()

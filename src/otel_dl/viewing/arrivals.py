@@ -96,8 +96,8 @@ class Arrivals(NamedTuple):
     lacking: Sequence[int]
     """Steps of which nothing is said: ranks of their collectives are missing."""
     operations: Sequence[Operation]
-    own: Mapping[int, Sequence[int]]
-    """Rank → of each step compared its own time: the step's without what it waited, in collectives, for ranks that came
+    own: Mapping[int, Mapping[str, int]]
+    """Rank → of each step compared, by the id of its span, its own time: the step's without what it waited, in collectives, for ranks that came
     later."""
     left_out: int
     """Spans of collectives beyond `MOST`."""
@@ -236,7 +236,7 @@ class Collector:
                     lacking.add(step)
 
         found: list[Arrival] = []
-        own: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        own: defaultdict[int, dict[str, int]] = defaultdict(dict)
         unclear: list[int] = []
         waits: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         transfers: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
@@ -258,7 +258,7 @@ class Collector:
             arrival, waited = self._arrival(step, known, duration)
             for rank, (place, nanoseconds) in waited.items():
                 if self._durations[place] >= 0:
-                    own[rank].append(max(0, self._durations[place] - nanoseconds))
+                    own[rank][self._spans[place]] = max(0, self._durations[place] - nanoseconds)
             if arrival is not None:
                 found.append(arrival)
         compared = len(by_step) - len(lacking) - len(unclear)

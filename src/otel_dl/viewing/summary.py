@@ -82,13 +82,21 @@ class Times(NamedTuple):
     """Part of a step → its share of these steps' time, 0 to 1."""
 
 
+class Own(NamedTuple):
+    """`Arrivals.own` of those steps of a rank whose times are told, as far as they could be compared, and the whole
+    time of the same steps."""
+
+    own: Distribution
+    whole: Distribution
+
+
 class Rank(NamedTuple):
     rank: int
     kept: int
     total: int
     times: Times
-    own: Distribution | None
-    """Of `Arrivals.own`; None where no step could be compared."""
+    own: Own | None
+    """None where none of the steps of `times` could be compared."""
 
 
 class Fetches(NamedTuple):
@@ -272,7 +280,7 @@ class _Run:
             keep_reasons=Counter(reasons.values()),
             times=times,
             ranks=[
-                _rank(rank, by_rank[rank], phases, compared.own.get(rank))._replace(
+                _rank(rank, by_rank[rank], phases, compared.own.get(rank, {}))._replace(
                     total=max(_total(by_rank[rank]), *(step + 1 for whose, step in begun if whose == rank), 0)
                 )
                 for rank in sorted(by_rank)
@@ -345,13 +353,19 @@ def _precedence(reason: str) -> int:
     return _REASONS.index(reason) if reason in _REASONS else len(_REASONS)
 
 
-def _rank(rank: int, steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]], own: Sequence[int] | None) -> Rank:
+def _rank(rank: int, steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]], own: Mapping[str, int]) -> Rank:
+    compared = [step for step in _even(steps) if step.span_id in own]
     return Rank(
         rank,
         len({step.number for step in steps}),
         _total(steps),
         _times(steps, phases),
-        distribution(own) if own else None,
+        Own(
+            distribution([own[step.span_id] for step in compared]),
+            distribution([step.duration_ns for step in compared]),
+        )
+        if compared
+        else None,
     )
 
 

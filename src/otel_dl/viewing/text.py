@@ -327,7 +327,12 @@ def _steps_of(times: Distribution) -> str:
 
 
 def _rank(rank: Rank) -> str:
-    own = f" own median {duration(rank.own.median_ns)} ({_steps_of(rank.own)})," if rank.own is not None else ""
+    own = ""
+    if rank.own is not None:
+        # Of fewer steps than the median before: beside that one it could exceed the whole.
+        several = rank.own.whole.size < rank.times.steps.size
+        whole = f" of {duration(rank.own.whole.median_ns)}" if several else ""
+        own = f" own median {duration(rank.own.own.median_ns)}{whole} ({_steps_of(rank.own.own)}),"
     return (
         f"rank {rank.rank}: {rank.kept:,} kept of at least {rank.total:,}, {_distribution(rank.times.steps)},"
         f"{own} data wait {percent(rank.times.shares['data wait'])} ({_count(rank.times)})"
