@@ -470,8 +470,27 @@ class TestSummary:
             run.step(number, 10 + number)
         summary = summary_of(run)
         assert [step.number for step in summary.slowest] == [9, 8, 7, 6, 5]
-        assert f"step 9, 19 ms, kept as head, {10:032x}" in render_summary(summary)
+        assert f"step 9, 19 ms (outside any phase 100.0%), {10:032x}" in render_summary(summary)
         assert f"http://jaeger:16686/trace/{10:032x}" in render_summary(summary, "http://jaeger:16686/")
+
+    @pytest.mark.parametrize(
+        ("phases", "own", "told"),
+        [
+            ({"forward": 10, "backward": 40}, 0, "outside any phase 50.0%"),
+            ({"forward": 10, "backward": 60}, 0, "backward 60.0%"),
+            ({"forward": 10, "backward": 30}, 85, "augment 55.0%"),
+            ({"dataloader__next": 70}, 90, "data wait 70.0%"),
+        ],
+    )
+    def test_of_the_slowest_steps_it_says_where_most_of_the_time_went(
+        self, phases: dict[str, float], own: float, told: str
+    ) -> None:
+        """The spans all begin with the step: of the user's own counts what is outside the phases."""
+        run = Run()
+        step = run.step(0, 100, **phases)
+        if own:
+            run.span("augment", 1, own, parent=step, scope="my.pipeline")
+        assert f"step 0, 100 ms ({told}), " in render_summary(summary_of(run))
 
     def test_failed_steps_and_other_failed_spans_name_their_error(self) -> None:
         run = Run()
@@ -534,7 +553,7 @@ class TestSummary:
         text = render_summary(summary)
         assert "rank 0: 4 kept of at least 4, median 10 ms, p99 10 ms, data wait 10.0% (4 steps)" in text
         assert "rank 1: 4 kept of at least 4, median 20 ms, p99 20 ms, data wait 50.0% (3 steps)" in text
-        assert "step 3 rank 1, 20 ms, kept as slow" in text
+        assert "step 3 rank 1, 20 ms (data wait 50.0%), " in text
 
     def test_two_runs_are_told_apart(self) -> None:
         first, second = Run(run="a"), Run(run="b")

@@ -97,8 +97,8 @@ class Arrivals(NamedTuple):
     """Steps of which nothing is said: ranks of their collectives are missing."""
     operations: Sequence[Operation]
     own: Mapping[int, Mapping[str, int]]
-    """Rank → of each step compared, by the id of its span, its own time: the step's without what it waited, in collectives, for ranks that came
-    later."""
+    """Rank → of each step compared, by the id of its span, its own time: the step's without what it waited, in
+    collectives, for ranks that came later."""
     left_out: int
     """Spans of collectives beyond `MOST`."""
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from otel_dl.forensics.reader import Page
 from otel_dl.semconv import PHASES, SCOPE, KeepReason, SpanName
 from otel_dl.viewing import arrivals, compilations, device, incidents, loading, seen, waiting, warmup, within
-from otel_dl.viewing.arrivals import Arrivals
+from otel_dl.viewing.arrivals import OUTSIDE, Arrivals
 from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.device import DeviceMemory, DeviceTimes
 from otel_dl.viewing.incidents import Incidents
@@ -62,6 +62,10 @@ class Step(NamedTuple):
     keep_reason: str
     failed: bool
     error_type: str
+    longest: str = ""
+    """The part that took most of its time: a phase's span, one of the user's own, or `OUTSIDE`."""
+    share: float = 0.0
+    """Of its time, that this took."""
 
 
 class Distribution(NamedTuple):
@@ -252,6 +256,14 @@ class _Run:
             found[self.within.around(parent)].update(times)
         return found
 
+    def _with_longest(self, step: Step) -> Step:
+        parts: Counter[str] = Counter()
+        for name, start, end in self.within.intervals(step.span_id):
+            parts[name] += end - start
+        parts[OUTSIDE] = max(0, step.duration_ns - parts.total())
+        longest, nanoseconds = max(parts.items(), key=lambda item: item[1])
+        return step._replace(longest=longest, share=nanoseconds / step.duration_ns if step.duration_ns > 0 else 0.0)
+
     def result(self, pages: Sequence[Page]) -> Summary:
         self.within.settle()
         steps, phases = self._steps, self._phases_of_steps()
@@ -289,7 +301,9 @@ class _Run:
             arrivals=compared,
             incidents=told,
             processes=processes,
-            slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
+            slowest=[
+                self._with_longest(step) for step in heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns)
+            ],
             failed=sorted(
                 (step for step in steps if step.failed and step.span_id not in told.steps),
                 key=lambda step: (step.number, step.rank),

@@ -342,7 +342,8 @@ def _rank(rank: Rank) -> str:
 def _step(step: Step, with_rank: bool, jaeger_url: str) -> str:
     rank = f" rank {step.rank}" if with_rank else ""
     trace = f"{jaeger_url}/trace/{step.trace_id}" if jaeger_url else step.trace_id
-    return f"step {step.number}{rank}, {duration(step.duration_ns)}, kept as {step.keep_reason or 'unknown'}, {trace}"
+    longest = f" ({_part(step.longest)} {percent(step.share)})" if step.longest else ""
+    return f"step {step.number}{rank}, {duration(step.duration_ns)}{longest}, {trace}"
 
 
 def _shares(shares: Mapping[str, float]) -> str:
