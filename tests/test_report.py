@@ -47,6 +47,7 @@ class Run:
         parent: SpanContext | None = None,
         scope: str = "otel_dl",
         error: str = "",
+        words: str = "",
         links: Sequence[Link] = (),
         **attributes: Any,
     ) -> SpanContext:
@@ -62,7 +63,7 @@ class Run:
                 resource=self.resource,
                 attributes=named,
                 links=links,
-                status=Status(StatusCode.ERROR if error else StatusCode.UNSET),
+                status=Status(StatusCode.ERROR, words or None) if error else Status(StatusCode.UNSET),
                 start_time=EPOCH,
                 end_time=EPOCH + round(ms * MS),
                 instrumentation_scope=InstrumentationScope(scope),
@@ -107,7 +108,8 @@ def spans_of(*runs: Run) -> Iterator[Span]:
             resource=dict(one.resource.attributes),
             scope=one.instrumentation_scope.name if one.instrumentation_scope else "",
             failed=not one.status.is_ok,
-            links=(),
+            links=tuple((f"{each.context.trace_id:032x}", f"{each.context.span_id:016x}") for each in one.links),
+            message=one.status.description or "",
         )
         for run in runs
         for one in run.spans
@@ -501,6 +503,38 @@ class TestSummary:
         text = render_summary(summary)
         assert "torch.OutOfMemoryError: step 4" in text
         assert "ValueError in 1 dataloader.fetch span" in text
+
+    def test_one_exception_in_a_sample_is_one_failure(self) -> None:
+        """It leaves the fetch, the wait for it and the step, and ends the worker; another is another."""
+        run = Run()
+        batch: dict[str, Any] = {"dl__batch__index": 9, "dl__worker__id": 1, "dl__worker__pid": 71}
+        fetch = run.span("dataloader.fetch", 99, 3, error="ValueError", dl__sample__indices="36-39", **batch)
+        step = run.step(9, 10, "error", error="ValueError")
+        run.span("dataloader.next", 10, 3, parent=step, error="ValueError", links=[Link(fetch)], **batch)
+        run.span("dataloader.worker", 98, 9, error="ValueError", dl__worker__id=1, dl__worker__pid=71)
+        run.span("dataloader.fetch", 97, 3, error="ValueError", **{**batch, "dl__worker__pid": 72})
+        text = render_summary(summary_of(run))
+        where = "dataloader.next of batch 9 by worker 1, samples 36-39"
+        assert f"Failed         ValueError in {where}: step 9, 10 ms, " in text
+        assert "ValueError in 1 dataloader.fetch span" in text
+        assert text.count("ValueError") == 2
+
+    @pytest.mark.parametrize("by_sigterm", [True, False])
+    def test_workers_that_ended_with_their_rank_are_not_told_beside_the_incident(self, by_sigterm: bool) -> None:
+        runs = [Run(rank=0), Run(rank=1)]
+        for run in runs:
+            run.step(2, 10, "error", error="SIGTERM" if by_sigterm else "KeyError")
+            run.span(
+                "dataloader.worker", 99, 9, error="SIGTERM", words=f"worker of rank {run.rank} was killed by SIGTERM",
+                dl__worker__id=0, dl__worker__signal="SIGTERM",
+            )  # fmt: skip
+        runs[0].span("dataloader.worker", 99, 9, error="SIGKILL", words="worker was killed by SIGKILL")
+        text = render_summary(summary_of(*runs))
+        assert ("was killed by SIGTERM" in text) != by_sigterm
+        assert "Died           " in text
+        assert "worker was killed by SIGKILL" in text
+        assert "1 worker ended" not in text
+        assert ("Incident " in text) == by_sigterm
 
     def test_a_failed_worker_is_told_as_a_worker(self) -> None:
         run = Run()

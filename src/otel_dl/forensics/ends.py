@@ -108,7 +108,11 @@ def doing(page: Page | None) -> str:
         return "doing what is unknown: its status page is torn"
     if page.fetching:
         return f"in {SpanName.FETCH} of {_batch(page)}"
-    return f"while idle, after {_batch(page)}" if page.done is not None else "before its first batch"
+    if page.done is None:
+        return "before its first batch"
+    return (
+        f"while idle, after batch {page.batch.place}" if page.batch is not None else f"while idle, after {_batch(page)}"
+    )
 
 
 def _batch(page: Page) -> str:

@@ -100,6 +100,18 @@ class Incidents(NamedTuple):
     """Ids of the failed `train.step` that these tell of."""
 
     @property
+    def terminated(self) -> set[int]:
+        """Ranks that SIGTERM ended."""
+        return {rank for incident in self.found for rank, _ in incident.terminated}
+
+    def tells_of(self, page: Page) -> bool:
+        """Whether nothing remains to be said of it: so it is of an idle worker whose rank's end is told."""
+        if page.path in self.pages:
+            return True
+        dead = {one.missing.rank for incident in self.found for one in incident.culprits if one.page is not None}
+        return page.worker is not None and page.fetching is False and page.rank in dead | self.terminated
+
+    @property
     def pages(self) -> set[str]:
         """Paths of the status pages that these tell of."""
         told = [one.page for incident in self.found for one in incident.culprits if one.page is not None]

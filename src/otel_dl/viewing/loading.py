@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
+from otel_dl.forensics.ends import How
 from otel_dl.semconv import SpanName
 from otel_dl.viewing.reading import Span, ns_of
 
@@ -19,6 +20,7 @@ SLOW_LEAST: Final = 7
 SLOWEST: Final = 3
 DIED: Final = 8
 """Ends of workers told at most."""
+DIED_KEPT: Final = 10_000
 WAIT_MATTERS: Final = 0.1
 """The share of a step's time from which on waiting for data is worth a change."""
 BUSY: Final = 0.8
@@ -41,6 +43,15 @@ class SlowWorker(NamedTuple):
     """Workers that do not persist are a process anew each epoch."""
     median_ns: float
     others_ns: float
+
+
+class Died(NamedTuple):
+    """A worker that died."""
+
+    words: str
+    rank: int
+    with_its_rank: bool
+    """Whether it ended as a worker does whose rank is ended by SIGTERM."""
 
 
 class SlowFetch(NamedTuple):
@@ -116,8 +127,6 @@ class Loading(NamedTuple):
     """Batches that lay ready at a `next`, the median."""
     slow_workers: Sequence[SlowWorker]
     slow_fetches: Sequence[SlowFetch]
-    died: Sequence[str]
-    """Words for each worker that died, `DIED` at most."""
     advice: Advice | None
     """None where it takes numbers that are not known."""
 
@@ -145,7 +154,7 @@ class Collector:
         self._free: list[int] = []
         self._waits: list[_Wait] = []
         self._ready: list[int] = []
-        self._died: list[str] = []
+        self._died: list[Died] = []
 
     def add(self, span: Span) -> None:
         said = span.attributes
@@ -163,8 +172,8 @@ class Collector:
         elif span.name == SpanName.WORKER:
             self._lives[loader][0] += said.get("dl.worker.busy_ms", 0.0)
             self._lives[loader][1] += said.get("dl.worker.idle_ms", 0.0)
-            if span.message and len(self._died) < DIED:
-                self._died.append(span.message)
+            if span.message and len(self._died) < DIED_KEPT:
+                self._died.append(Died(span.message, rank, _with_its_rank(span)))
         elif span.name == SpanName.START_WORKERS:
             self._workers[loader] = max(self._workers.get(loader, 0), said.get("dl.worker.count", 0))
             self._starts[loader, rank] += 1
@@ -207,6 +216,10 @@ class Collector:
             self._fetch((process[0], loader, process[1], span.attributes["dl.worker.id"]), span)
         self._without.clear()
 
+    def died(self, terminated: Collection[int]) -> Sequence[Died]:
+        """Without those that ended as launchers end their ranks, of the ranks `terminated`."""
+        return [each for each in self._died if not (each.with_its_rank and each.rank in terminated)]
+
     def result(self, steps: Mapping[str, int], wait: float) -> Loading:
         """`steps`: how long each step took that counts, by its span; of their time the share `wait` is waiting."""
         self._give_loaders()
@@ -218,7 +231,6 @@ class Collector:
             ready=statistics.median(self._ready) if self._ready else None,
             slow_workers=heapq.nlargest(SLOWEST, slow.values(), key=lambda each: each.median_ns),
             slow_fetches=self._fetches,
-            died=self._died,
             advice=self._advice(steps, wait, slow),
         )
 
@@ -282,6 +294,18 @@ def _whole_batches(batches: Sequence[tuple[int | None, int]]) -> Sequence[int]:
     last one is, and of an iterable dataset that of each worker. What has no number may be such a one."""
     last = max((place for place, _ in batches if place is not None), default=None)
     return [duration_ns for place, duration_ns in batches if place is not None and place != last]
+
+
+def _with_its_rank(span: Span) -> bool:
+    """A launcher signals the whole process group; torch's handler of SIGTERM in a worker ends it with 0
+    (torch/csrc/DataLoader.cpp, 2.15), and a training process that ends kills its workers."""
+    said = span.attributes
+    how = said.get("dl.worker.end")
+    return (
+        said.get("dl.worker.signal") == "SIGTERM"
+        or how == How.KILLED_BY_PARENT.value
+        or (how == How.EXIT.value and said.get("dl.worker.exit_code") == 0)
+    )
 
 
 def _busy(lives: Iterable[Sequence[float]]) -> float | None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
 from otel_dl.semconv import PHASES, SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, compilations, device, incidents, loading, seen, waiting, warmup, within
+from otel_dl.viewing import arrivals, compilations, device, failures, incidents, loading, seen, waiting, warmup, within
 from otel_dl.viewing.arrivals import OUTSIDE, Arrivals
 from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.device import DeviceMemory, DeviceTimes
@@ -66,6 +66,8 @@ class Step(NamedTuple):
     """The part that took most of its time: a phase's span, one of the user's own, or `OUTSIDE`."""
     share: float = 0.0
     """Of its time, that this took."""
+    failed_in: str = ""
+    """What in it failed with the same error, in words; "" where nothing did."""
 
 
 class Distribution(NamedTuple):
@@ -153,7 +155,9 @@ class Summary:
     fetches: Sequence[Fetches]
     """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
-    """(span name, error.type) → how many failed spans of otel-dl's beside `train.step` itself and `incidents`."""
+    """(span name, error.type) → how many failed spans of otel-dl's beside what `failed`, `died` and `incidents` tell."""
+    died: Sequence[str]
+    """Words for each worker that died, `loading.DIED` at most, without those that SIGTERM ended with their rank."""
     loading: Loading
     compilations: Compilations
     warmup: Warmup | None
@@ -207,7 +211,7 @@ class _Run:
         self._phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._by_workers: list[int] = []
         self._by_training: list[int] = []
-        self._failed_elsewhere: Counter[tuple[str, str]] = Counter()
+        self._failures = failures.Collector()
         self._loading = loading.Collector()
         self._compilations = compilations.Collector()
         self._arrivals = arrivals.Collector()
@@ -247,7 +251,7 @@ class _Run:
             self._evaluations += 1
             self._evaluation_ns += span.duration_ns
         if span.failed and span.name != SpanName.STEP and not is_told:
-            self._failed_elsewhere[span.name, text_of(span, "error.type")] += 1
+            self._failures.add(span)
 
     def _phases_of_steps(self) -> Mapping[str, Counter[str]]:
         """Those within a span of the user's are of what is around that."""
@@ -277,8 +281,13 @@ class _Run:
         pages = [page for page in pages if page.run == self.name]
         told = self._incidents.result(processes, pages)
         begun = [(page.rank, page.step) for page in pages if page.worker is None and page.step is not None]
+        died = [each.words for each in self._loading.died(told.terminated)]
+        failed_in, elsewhere = self._failures.result(
+            {(step.trace_id, step.rank): (step.span_id, step.error_type) for step in steps if step.failed},
+            {each.words for each in self._loading.died(())},
+        )
         for waiter in (waiter for incident in told.found for waiter in incident.waiters if waiter.startup_error):
-            self._failed_elsewhere[SpanName.STARTUP, waiter.startup_error] -= 1  # told there
+            elsewhere[SpanName.STARTUP, waiter.startup_error] -= 1  # told there
         # While the device works off what was queued before, nothing waits for data that loading could shorten.
         loaded = self._loading.result(even, wait if on_device is None else min(wait, on_device.wait.device))
         by_rank: defaultdict[int, list[Step]] = defaultdict(list)
@@ -305,7 +314,11 @@ class _Run:
                 self._with_longest(step) for step in heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns)
             ],
             failed=sorted(
-                (step for step in steps if step.failed and step.span_id not in told.steps),
+                (
+                    step._replace(failed_in=failed_in.get(step.span_id, ""))
+                    for step in steps
+                    if step.failed and step.span_id not in told.steps
+                ),
                 key=lambda step: (step.number, step.rank),
             ),
             evaluation=Evaluation(self._evaluations, self._evaluation_ns),
@@ -314,7 +327,8 @@ class _Run:
                 for each, count in ((self._by_workers, loaded.readers), (self._by_training, 0))
                 if each
             ],
-            failed_elsewhere=+self._failed_elsewhere,
+            failed_elsewhere=+elsewhere,
+            died=died[: loading.DIED],
             compilations=self._compilations.result(),
             warmup=self._warmup.result(),
             loading=loaded,

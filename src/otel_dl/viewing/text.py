@@ -77,6 +77,8 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
             f"{_distribution(fetches.times)} ({batches} batch{plural(batches, 'es')} by {by})",
         )
     yield from _loading_rows(summary.loading, len(summary.ranks) > 1)
+    for words in summary.died:
+        yield "Died", words
     yield from compilation_text.rows(summary.compilations)
     if summary.evaluation.stretches:
         stretches = summary.evaluation.stretches
@@ -88,7 +90,8 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
     for step in summary.slowest:
         yield "Slowest", _step(step, several_ranks, jaeger_url)
     for step in summary.failed[:_FAILED_SHOWN]:
-        yield "Failed", f"{step.error_type or 'error'}: {_step(step, several_ranks, jaeger_url)}"
+        where = f" in {step.failed_in}" if step.failed_in else ""
+        yield "Failed", f"{step.error_type or 'error'}{where}: {_step(step, several_ranks, jaeger_url)}"
     if len(summary.failed) > _FAILED_SHOWN:
         yield "Failed", f"and {len(summary.failed) - _FAILED_SHOWN} more steps"
     for (name, error_type), count in summary.failed_elsewhere.items():
@@ -242,8 +245,6 @@ def _loading_rows(loading: Loading, several_ranks: bool) -> Iterator[tuple[str, 
         yield "Slow samples", f"{fetch.samples}: {duration(fetch.duration_ns)} in worker {fetch.worker}"
     if loading.advice is not None:
         yield from _advice_rows(loading.advice)
-    for words in loading.died:
-        yield "Died", words
 
 
 def _worker(slow: SlowWorker, several_ranks: bool) -> str:
