@@ -454,6 +454,41 @@ class TestStandsOut:
         assert [late.rank for late in summary.arrivals.ranks] == [1]
         assert next(lines(summary, "Arrived last")).startswith("no rank more often")
 
+    @pytest.mark.parametrize(("every", "named"), [(1, True), (2, True), (5, False)])
+    def test_a_rank_is_named_only_by_half_of_the_steps_that_ran(self, tmp_path: Path, every: int, named: bool) -> None:
+        job = Job(2, jitter=0)
+        for number in range(61):
+            job.step(number, {(1, "forward"): 50}, kept=None if number % every == 0 else [])
+        (told,) = lines(job.summary(tmp_path), "Arrived last")
+        compared = len(range(0, 61, every))
+        if named:
+            of = "" if every == 1 else " (of at least 61 that ran)"
+            assert told.startswith(f"rank 1: in {compared} of {compared} kept steps{of}, the others waited")
+        else:
+            assert told == f"no rank is named: {compared} kept steps could be compared, of at least 61 that ran"
+
+    def test_an_even_sample_names_a_rank_of_however_many_steps(self, tmp_path: Path) -> None:
+        job = Job(2, jitter=0)
+        for number in range(0, 3001, 100):
+            job.step(number, {(1, "forward"): 50})
+        (told,) = lines(job.summary(tmp_path), "Arrived last")
+        assert told.startswith("rank 1: in 31 of 31 kept steps (of at least 3,001 that ran), ")
+
+    def test_warm_up_accuses_nobody(self, tmp_path: Path) -> None:
+        """One rank compiles; the collectives are counted all the same."""
+        job = Job(2, jitter=0)
+        for number in range(12):
+            job.step(number, {(1, "forward"): 500} if number < 4 else {})
+        for span in (span for rank in job.ranks for span in rank.spans):
+            attributes = dict(span.attributes or {})
+            if span.name == "train.step" and int(str(attributes["dl.step"])) < 4:
+                said = {"dl.keep.reason": "warmup"} if attributes["dl.step"] == 0 else {"is_warmup": True}
+                span._attributes = attributes | said  # type: ignore[assignment]
+        summary = job.summary(tmp_path)
+        assert (summary.arrivals.compared, summary.arrivals.warmup, summary.arrivals.steps) == (8, 4, [])
+        assert next(lines(summary, "Collectives")).startswith("48 × ")
+        assert next(lines(summary, "Arrived last")).startswith("no rank more often than by chance, of 8 kept steps")
+
     def test_one_step_in_which_all_waited_long_is_told(self, tmp_path: Path) -> None:
         job = Job(jitter=3)
         for number in range(40):

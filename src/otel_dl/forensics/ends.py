@@ -110,9 +110,8 @@ def doing(page: Page | None) -> str:
         return f"in {SpanName.FETCH} of {_batch(page)}"
     if page.done is None:
         return "before its first batch"
-    return (
-        f"while idle, after batch {page.batch.place}" if page.batch is not None else f"while idle, after {_batch(page)}"
-    )
+    # Without its samples: they had been read.
+    return f"while idle, after {_batch(page) if page.batch is None else f'batch {page.batch.place}'}"
 
 
 def _batch(page: Page) -> str:

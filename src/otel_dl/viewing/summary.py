@@ -155,7 +155,7 @@ class Summary:
     fetches: Sequence[Fetches]
     """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
-    """(span name, error.type) → how many failed spans of otel-dl's beside what `failed`, `died` and `incidents` tell."""
+    """(span name, error.type) → how many failed spans of otel-dl's beside what `failed`, `died`, `incidents` tell."""
     died: Sequence[str]
     """Words for each worker that died, `loading.DIED` at most, without those that SIGTERM ended with their rank."""
     loading: Loading

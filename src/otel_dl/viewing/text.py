@@ -144,7 +144,7 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
         )
     late_ranks, late_steps = outstanding.ranks(arrivals), outstanding.steps(arrivals)
     for late in late_ranks[:_LATE_SHOWN]:
-        yield "Arrived last", _late(late, arrivals.compared)
+        yield "Arrived last", _late(late, arrivals)
     rest = late_ranks[_LATE_SHOWN:]
     if rest:
         total = sum(late.late_ns for late in rest)
@@ -155,6 +155,12 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
         )
     if late_ranks and arrivals.even:
         yield "Arrived last", f"no rank for sure: in {arrivals.even:,} of {_number_of_steps(arrivals.compared)}"
+    elif arrivals.compared and outstanding.is_thin(arrivals) and len(arrivals.own) > 1:
+        yield (
+            "Arrived last",
+            f"no rank is named: {_number_of_steps(arrivals.compared)} could be compared, of at least"
+            f" {arrivals.ran:,} that ran",
+        )
     elif arrivals.compared and not late_ranks and len(arrivals.own) > 1:
         yield (
             "Arrived last",
@@ -188,12 +194,13 @@ def _each_step(arrivals: Arrivals) -> Iterator[tuple[str, str]]:
         yield "Last in", told[step]
 
 
-def _late(late: Late, compared: int) -> str:
+def _late(late: Late, arrivals: Arrivals) -> str:
+    most = f" (of at least {arrivals.ran:,} that ran)" if arrivals.compared + arrivals.warmup < arrivals.ran else ""
     longer = ", ".join(
         f"{_part(part)} in {count:,}" for part, count in sorted(late.longer.items(), key=lambda item: -item[1])
     )
     return (
-        f"rank {late.rank}: in {late.steps:,} of {_number_of_steps(compared)}, the others waited"
+        f"rank {late.rank}: in {late.steps:,} of {_number_of_steps(arrivals.compared)}{most}, the others waited"
         f" {duration(late.late_ns)} for it in all, {percent(late.share)} of the steps' time; what took it longer:"
         f" {longer}"
     )
