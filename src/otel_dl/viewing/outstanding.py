@@ -2,8 +2,8 @@
 
 A rank stands out that arrived last in more steps than chance gives it, by `SPREADS` standard deviations (where one of
 n ranks was last in s steps, chance gives each s/n of them), and for which the others waited at least `SHARE` of the
-steps' time; none does where under half of the steps that ran could be compared, and no even sample of them. A step stands out in which the others waited over `FACTOR` times as long as in the median one, and at least
-`SHARE` of the step.
+steps' time; none does where under half of the steps that ran could be compared, and no even sample of them. A step
+stands out in which the others waited over `FACTOR` times as long as in the median one, and at least `SHARE` of it.
 """
 
 from __future__ import annotations
