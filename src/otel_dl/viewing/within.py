@@ -10,10 +10,11 @@ import contextlib
 import statistics
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import PHASES
+from otel_dl.viewing.intervals import union, without
 from otel_dl.viewing.reading import Span
 
 MOST: Final = 500_000
@@ -23,7 +24,7 @@ NAMES: Final = 100
 
 _PHASES: Final = tuple(sorted(PHASES))
 
-Interval = tuple[str, int, int]
+Part = tuple[str, int, int]
 """Name, start, end."""
 
 
@@ -97,7 +98,7 @@ class Collector:
             span_id = self._parents[span_id]
         return span_id
 
-    def intervals(self, span_id: str) -> Sequence[Interval]:
+    def intervals(self, span_id: str) -> Sequence[Part]:
         """Of the parts of a step, phases first; what of the user's spans lies outside them follows, in pieces."""
         rows, names = self._rows.get(span_id, array("q")), list(self._own)
         every = [rows[i : i + 3] for i in range(0, len(rows), 3)]
@@ -106,7 +107,7 @@ class Collector:
         found = list(phases)
         for which, start, end in sorted(every, key=lambda row: (row[1], -row[2])):
             if which >= len(_PHASES):
-                pieces = list(_without(start, end, taken))
+                pieces = without([(start, end)], union(taken))
                 found += [(names[which - len(_PHASES)], *piece) for piece in pieces]
                 taken += pieces
         return found
@@ -119,15 +120,3 @@ class Collector:
             if times
         ]
         return sorted(found, key=lambda each: -each.total_ns)
-
-
-def _without(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What is left from `start` to `end` beside those intervals."""
-    for other_start, other_end in sorted(taken):
-        if other_end <= start or other_start >= end:
-            continue
-        if other_start > start:
-            yield start, other_start
-        start = max(start, other_end)
-    if start < end:
-        yield start, end
