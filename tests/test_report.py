@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlag
 from otel_dl.export.file import FileSpanExporter
 from otel_dl.forensics import layout
 from otel_dl.forensics.processes import process_started
+from otel_dl.forensics.reader import read_all
 from otel_dl.forensics.writer import create
 from otel_dl.recording.identity import Identity
 from otel_dl.viewing.reading import Reading, Span, read_spans
@@ -47,6 +49,7 @@ class Run:
         parent: SpanContext | None = None,
         scope: str = "otel_dl",
         error: str = "",
+        words: str = "",
         links: Sequence[Link] = (),
         **attributes: Any,
     ) -> SpanContext:
@@ -62,7 +65,7 @@ class Run:
                 resource=self.resource,
                 attributes=named,
                 links=links,
-                status=Status(StatusCode.ERROR if error else StatusCode.UNSET),
+                status=Status(StatusCode.ERROR, words or None) if error else Status(StatusCode.UNSET),
                 start_time=EPOCH,
                 end_time=EPOCH + round(ms * MS),
                 instrumentation_scope=InstrumentationScope(scope),
@@ -107,7 +110,8 @@ def spans_of(*runs: Run) -> Iterator[Span]:
             resource=dict(one.resource.attributes),
             scope=one.instrumentation_scope.name if one.instrumentation_scope else "",
             failed=not one.status.is_ok,
-            links=(),
+            links=tuple((f"{each.context.trace_id:032x}", f"{each.context.span_id:016x}") for each in one.links),
+            message=one.status.description or "",
         )
         for run in runs
         for one in run.spans
@@ -236,7 +240,8 @@ def loaded(
         epoch, place = divmod(number, length)
         worker = place % workers
         if place == 0:
-            run.span("dataloader.start_workers", 999, 5, dl__worker__count=workers, dl__shm__free_bytes=64 * 2**20)
+            started: dict[str, Any] = {"dl__worker__count": workers, "dl__shm__free_bytes": 64 * 2**20}
+            run.span("dataloader.start_workers", 999, 5, dl__loader__id=0, **started)
         rare = rare_ms if number % 20 == 19 else 0
         took = rare or (slow_ms if worker == workers - 1 else fetch_ms)
         shorter = fetch_ms < slow_ms and workers > 1
@@ -244,6 +249,7 @@ def loaded(
         extra = start_ms if place == 0 else 0
         step = run.step(number, 10 + rare + extra)
         batch: dict[str, Any] = {
+            "dl__loader__id": 0,
             "dl__worker__id": worker,
             "dl__worker__pid": 70 + epoch * workers + worker,
             "dl__batch__index": place,
@@ -258,7 +264,8 @@ def loaded(
         run.span("dataloader.fetch", 1000 + number, took, **batch, **samples)
     for worker in range(workers * epochs):
         life: dict[str, Any] = {"dl__worker__busy_ms": 1000 * busy, "dl__worker__idle_ms": 1000 * (1 - busy)}
-        run.span("dataloader.worker", 999, 1000, dl__worker__id=worker % workers, dl__worker__end="finished", **life)
+        life |= {"dl__loader__id": 0, "dl__worker__id": worker % workers, "dl__worker__end": "finished"}
+        run.span("dataloader.worker", 999, 1000, **life)
 
 
 def said(label: str, run: Run) -> str:
@@ -348,15 +355,43 @@ class TestLoading:
         for run in runs:
             loaded(run, wait=0.1, busy=0.5, workers=1, slow_ms=18 if run.rank else 6)
         text = render_summary(summary_of(*runs))
-        assert "rank 1 worker 0 (pid 70): median 18 ms a batch, the others 6 ms" in text
+        assert "rank 1 worker 0 (pid 70) of loader 0: median 18 ms a batch, the others 6 ms" in text
 
     def test_which_worker_and_which_samples_are_slow(self) -> None:
         run = Run()
         loaded(run, wait=0.1, busy=0.5)
         text = render_summary(summary_of(run))
-        assert "worker 1 (pid 71): median 18 ms a batch, the others 6 ms" in text
+        assert "worker 1 (pid 71) of loader 0: median 18 ms a batch, the others 6 ms" in text
         assert "82-83: 18 ms in worker 1" in text
         assert "busy 50.0% of their time, 1 batch ready at a next (median), 64 MiB of /dev/shm free" in text
+
+    @pytest.mark.parametrize(("slow", "named"), [(3, False), (30, True)])
+    def test_a_last_batch_that_is_smaller_accuses_no_worker(self, slow: int, named: bool) -> None:
+        """Of 18 batches an epoch, by two workers, the last is small; so is each worker's last, of an iterable dataset.
+        The other loader has too few batches to say anything."""
+        run = Run()
+        for loader, epochs, length in ((0, 3, 18), (1, 3, 4)):
+            for epoch, place in itertools.product(range(epochs), range(length)):
+                worker = place % 2
+                took = 1 if place >= length - 1 else slow if worker else 3
+                run.span(
+                    "dataloader.fetch", 1000 + 100 * epoch + place, took, dl__loader__id=loader,
+                    dl__worker__id=worker, dl__worker__pid=70 + worker, dl__batch__index=place,
+                )  # fmt: skip
+        told = said("Slow worker", run)
+        assert told.endswith("worker 1 (pid 71) of loader 0: median 30 ms a batch, the others 3 ms") == named
+        assert bool(told) == named
+
+    def test_batches_of_two_sizes_that_alternate_by_epoch_end_accuse_no_worker(self) -> None:
+        """Worker 0 reads 64 and 64 samples an epoch, worker 1 64 and 8."""
+        run = Run()
+        for epoch, place in itertools.product(range(20), range(4)):
+            took = 1 if place == 3 else 40
+            run.span(
+                "dataloader.fetch", 1000 + 100 * epoch + place, took, dl__loader__id=1,
+                dl__worker__id=place % 2, dl__worker__pid=70 + place % 2, dl__batch__index=place,
+            )  # fmt: skip
+        assert not said("Slow worker", run)
 
     def test_nothing_is_said_of_workers_where_there_are_none(self) -> None:
         run = Run()
@@ -439,8 +474,27 @@ class TestSummary:
             run.step(number, 10 + number)
         summary = summary_of(run)
         assert [step.number for step in summary.slowest] == [9, 8, 7, 6, 5]
-        assert f"step 9, 19 ms, kept as head, {10:032x}" in render_summary(summary)
+        assert f"step 9, 19 ms (outside any phase 100.0%), {10:032x}" in render_summary(summary)
         assert f"http://jaeger:16686/trace/{10:032x}" in render_summary(summary, "http://jaeger:16686/")
+
+    @pytest.mark.parametrize(
+        ("phases", "own", "told"),
+        [
+            ({"forward": 10, "backward": 40}, 0, "outside any phase 50.0%"),
+            ({"forward": 10, "backward": 60}, 0, "backward 60.0%"),
+            ({"forward": 10, "backward": 30}, 85, "augment 55.0%"),
+            ({"dataloader__next": 70}, 90, "data wait 70.0%"),
+        ],
+    )
+    def test_of_the_slowest_steps_it_says_where_most_of_the_time_went(
+        self, phases: dict[str, float], own: float, told: str
+    ) -> None:
+        """The spans all begin with the step: of the user's own counts what is outside the phases."""
+        run = Run()
+        step = run.step(0, 100, **phases)
+        if own:
+            run.span("augment", 1, own, parent=step, scope="my.pipeline")
+        assert f"step 0, 100 ms ({told}), " in render_summary(summary_of(run))
 
     def test_failed_steps_and_other_failed_spans_name_their_error(self) -> None:
         run = Run()
@@ -451,6 +505,38 @@ class TestSummary:
         text = render_summary(summary)
         assert "torch.OutOfMemoryError: step 4" in text
         assert "ValueError in 1 dataloader.fetch span" in text
+
+    def test_one_exception_in_a_sample_is_one_failure(self) -> None:
+        """It leaves the fetch, the wait for it and the step, and ends the worker; another is another."""
+        run = Run()
+        batch: dict[str, Any] = {"dl__batch__index": 9, "dl__worker__id": 1, "dl__worker__pid": 71}
+        fetch = run.span("dataloader.fetch", 99, 3, error="ValueError", dl__sample__indices="36-39", **batch)
+        step = run.step(9, 10, "error", error="ValueError")
+        run.span("dataloader.next", 10, 3, parent=step, error="ValueError", links=[Link(fetch)], **batch)
+        run.span("dataloader.worker", 98, 9, error="ValueError", dl__worker__id=1, dl__worker__pid=71)
+        run.span("dataloader.fetch", 97, 3, error="ValueError", **{**batch, "dl__worker__pid": 72})
+        text = render_summary(summary_of(run))
+        where = "dataloader.next of batch 9 by worker 1, samples 36-39"
+        assert f"Failed         ValueError in {where}: step 9, 10 ms, " in text
+        assert "ValueError in 1 dataloader.fetch span" in text
+        assert text.count("ValueError") == 2
+
+    @pytest.mark.parametrize("by_sigterm", [True, False])
+    def test_workers_that_ended_with_their_rank_are_not_told_beside_the_incident(self, by_sigterm: bool) -> None:
+        runs = [Run(rank=0), Run(rank=1)]
+        for run in runs:
+            run.step(2, 10, "error", error="SIGTERM" if by_sigterm else "KeyError")
+            run.span(
+                "dataloader.worker", 99, 9, error="SIGTERM", words=f"worker of rank {run.rank} was killed by SIGTERM",
+                dl__worker__id=0, dl__worker__signal="SIGTERM",
+            )  # fmt: skip
+        runs[0].span("dataloader.worker", 99, 9, error="SIGKILL", words="worker was killed by SIGKILL")
+        text = render_summary(summary_of(*runs))
+        assert ("was killed by SIGTERM" in text) != by_sigterm
+        assert "Died           " in text
+        assert "worker was killed by SIGKILL" in text
+        assert "1 worker ended" not in text
+        assert ("Incident " in text) == by_sigterm
 
     def test_a_failed_worker_is_told_as_a_worker(self) -> None:
         run = Run()
@@ -465,6 +551,19 @@ class TestSummary:
         text = render_summary(summary_of(run))
         assert "median 4 ms, p99 4 ms (4 batches by 2 workers)" in text
         assert "median 9 ms, p99 9 ms (1 batch by the training process)" in text
+
+    @pytest.mark.parametrize("pids", [(71, 72), (73, 74)])
+    def test_batches_that_no_step_took_do_not_count_their_workers_twice(self, pids: tuple[int, int]) -> None:
+        """They do not say of which loader they are."""
+        run = Run()
+        for place in range(4):
+            named: dict[str, Any] = {"dl__loader__id": 0} if place < 2 else {}
+            pid = (71, 72, *pids)[place]
+            run.span(
+                "dataloader.fetch", 100 + place, 4, dl__worker__id=place % 2, dl__worker__pid=pid,
+                dl__batch__index=place, **named,
+            )  # fmt: skip
+        assert "(4 batches by 2 workers)" in render_summary(summary_of(run))
 
     def test_evaluation_own_spans_and_drops(self) -> None:
         run = Run()
@@ -490,7 +589,7 @@ class TestSummary:
         text = render_summary(summary)
         assert "rank 0: 4 kept of at least 4, median 10 ms, p99 10 ms, data wait 10.0% (4 steps)" in text
         assert "rank 1: 4 kept of at least 4, median 20 ms, p99 20 ms, data wait 50.0% (3 steps)" in text
-        assert "step 3 rank 1, 20 ms, kept as slow" in text
+        assert "step 3 rank 1, 20 ms (data wait 50.0%), " in text
 
     def test_two_runs_are_told_apart(self) -> None:
         first, second = Run(run="a"), Run(run="b")
@@ -498,6 +597,48 @@ class TestSummary:
         second.step(0, 10)
         summaries = summarize(spans_of(first, second))
         assert [(summary.run, summary.kept, summary.total) for summary in summaries] == [("a", 1, 10), ("b", 1, 1)]
+
+
+@pytest.mark.parametrize("exported", [9, 0])
+def test_what_a_killed_rank_had_kept_and_not_exported_is_lost(tmp_path: Path, exported: int) -> None:
+    dead_page(tmp_path / "pages" / "1.status", EPOCH)
+    with (tmp_path / "pages" / "1.status").open("r+b") as file:
+        file.seek(layout.STEP)
+        file.write((49).to_bytes(8, "little"))
+    (page,) = read_all(tmp_path / "pages")
+    run = Run(rank=page.rank, run=page.run)
+    run.resource = run.resource.merge(Resource({"process.pid": page.pid}))
+    for number in range(exported):
+        run.step(number, 10)
+    if not exported:
+        run.span("train.startup", 1, 10)
+    (summary,) = summarize(spans_of(run), [page])
+    assert (summary.kept, summary.total) == (exported, 50)
+    text = render_summary(summary)
+    assert ("9 kept of at least 50" in text) == bool(exported)
+    assert "the tail of rank 0 is lost: its status page says step 49, " in text
+    assert ("its last exported step is 8" if exported else "no step of it is here") in text
+    assert "nothing in these traces" not in text
+
+
+@pytest.mark.parametrize(
+    ("reasons", "words"),
+    [
+        (["size"] * 3, ": 4, 4 ms, 3 again, because: size"),
+        (["size", "size", "type"], ": 4, 4 ms, 3 again, 2 because: size, 1 because: type"),
+        (
+            [*"abcdef"],
+            ": 7, 7 ms, 6 again, 1 because: a, 1 because: b, 1 because: c, 1 because: d, and for 2 more reasons",
+        ),
+    ],
+)
+def test_each_reason_of_a_recompilation_is_told(reasons: list[str], words: str) -> None:
+    run = Run()
+    for number, reason in enumerate(["", *reasons]):
+        again: dict[str, Any] = {"dl__compile__recompiled": True, "dl__compile__reason": reason} if reason else {}
+        name: dict[str, Any] = {"code__function__name": "forward", "dl__compile__graph_breaks": 0}
+        run.span("torch.compile", 1 + number, 1, **name, **again)
+    assert said("Compiled", run).endswith(words)
 
 
 class TestCommand:

@@ -25,6 +25,7 @@ from otel_dl.viewing.summary import Summary, summarize
 from otel_dl.viewing.text import render_summary
 
 MS = 1_000_000
+USER = "otel_dl.user"
 EPOCH = 1_700_000_000 * 10**9
 
 
@@ -49,7 +50,7 @@ class Rank:
 
     def span(
         self, name: str, trace: int, start: int, end: int, parent: SpanContext | None = None, words: str = "",
-        **attributes: Any,
+        scope: str = "otel_dl", **attributes: Any,
     ) -> SpanContext:  # fmt: skip
         context = SpanContext(trace, random.getrandbits(63) | 1, False, TraceFlags(1))
         named = {key.replace("__", "."): value for key, value in attributes.items()}
@@ -64,7 +65,7 @@ class Rank:
                 status=Status(StatusCode.ERROR, words or None) if failed else Status(StatusCode.UNSET),
                 start_time=start + round(self.skew * MS),
                 end_time=end + round(self.skew * MS),
-                instrumentation_scope=InstrumentationScope("otel_dl"),
+                instrumentation_scope=InstrumentationScope(scope),
             )
         )
         return context
@@ -81,7 +82,10 @@ class Job:
     def __init__(
         self, world: int = 4, run: str = "job-1", skew: dict[int, float] | None = None, error: float | None = 0.05,
         many_hosts: bool = True, jitter: float = 1, groups: Sequence[Sequence[int]] | None = None, ddp: bool = True,
+        own: str = "", around: str = "",
     ) -> None:  # fmt: skip
+        """`own`: a span of the script's own before the forward; `around`: one around both."""
+        self.own, self.around = own, around
         self.world, self.run, self.skew, self.error = world, run, skew or {}, error
         self.many_hosts, self.jitter, self.ddp = many_hosts, jitter, ddp
         self.ranks = [Rank(self, rank) for rank in range(world)]
@@ -109,7 +113,14 @@ class Job:
                     spans[rank].append((name, begun, rank.now, {}))
 
         phase("dataloader.next", 2)
+        begun = {rank: rank.now for rank in self.ranks}
+        if self.own:
+            phase(self.own, 1)
         phase("forward", 5)
+        if self.around:
+            phase(OUTSIDE, 1)
+            for rank in self.ranks:
+                spans[rank].append((self.around, begun[rank], rank.now, {}))
         if self.ddp:
             begun = {rank: rank.now for rank in self.ranks}
             phase("backward", 4)
@@ -136,8 +147,12 @@ class Job:
             mine = number + ahead.get(rank.rank, 0)
             trace = ids.trace_id(self.run, "step", mine)
             step = rank.first("train.step", trace, starts[rank], rank.now, dl__step=mine, dl__keep__reason="head")
-            for name, start, end, attributes in sorted(spans[rank], key=lambda each: each[1]):
-                rank.span(name, trace, start, end, step, **attributes)
+            around = step
+            for name, start, end, attributes in sorted(spans[rank], key=lambda each: (each[1], -each[2])):
+                mine = name in (self.own, self.around)
+                parent = around if name in (self.own, "forward") else step
+                context = rank.span(name, trace, start, end, parent, scope=USER if mine else "otel_dl", **attributes)
+                around = context if name == self.around else around
 
     def collective(
         self, group: str, issues: dict[Rank, int], ms: float, spans: dict[Rank, list[tuple[Any, ...]]],
@@ -386,6 +401,23 @@ class TestArrivedLast:
         assert "Longest waits" not in text
         assert "Arrived last" not in text
 
+    @pytest.mark.parametrize(("around", "told"), [("", "augment"), ("train_batch", "train_batch")])
+    def test_a_span_of_the_scripts_own_that_took_a_rank_longer_is_named(
+        self, tmp_path: Path, around: str, told: str
+    ) -> None:
+        """Of spans within each other the outermost; the forward in it still counts as the forward."""
+        job = Job(own="augment", around=around, jitter=0)
+        for number in range(20):
+            job.step(number, {(1, "augment"): 30} if number < 17 else {(2, "forward"): 30})
+        summary = job.summary(tmp_path)
+        assert {late.rank: dict(late.longer) for late in summary.arrivals.ranks} == {1: {told: 17}, 2: {"forward": 3}}
+        assert f"longer: {told} in 17" in next(lines(summary, "Arrived last"))
+        own = {each.name: (each.spans, each.median_ns, each.total_ns) for each in summary.own_spans}
+        assert own["augment"] == (80, MS, 590 * MS)
+        assert summary.times is not None
+        assert summary.times.shares["forward"] > 0
+        assert "augment: 80, median 1 ms, 590 ms in all" in list(lines(summary, "Own spans"))
+
 
 class TestStandsOut:
     """Somebody is always the last: who is told has to be it by more than noise."""
@@ -422,6 +454,41 @@ class TestStandsOut:
         assert [late.rank for late in summary.arrivals.ranks] == [1]
         assert next(lines(summary, "Arrived last")).startswith("no rank more often")
 
+    @pytest.mark.parametrize(("every", "named"), [(1, True), (2, True), (5, False)])
+    def test_a_rank_is_named_only_by_half_of_the_steps_that_ran(self, tmp_path: Path, every: int, named: bool) -> None:
+        job = Job(2, jitter=0)
+        for number in range(61):
+            job.step(number, {(1, "forward"): 50}, kept=None if number % every == 0 else [])
+        (told,) = lines(job.summary(tmp_path), "Arrived last")
+        compared = len(range(0, 61, every))
+        if named:
+            of = "" if every == 1 else " (of at least 61 that ran)"
+            assert told.startswith(f"rank 1: in {compared} of {compared} kept steps{of}, the others waited")
+        else:
+            assert told == f"no rank is named: {compared} kept steps could be compared, of at least 61 that ran"
+
+    def test_an_even_sample_names_a_rank_of_however_many_steps(self, tmp_path: Path) -> None:
+        job = Job(2, jitter=0)
+        for number in range(0, 3001, 100):
+            job.step(number, {(1, "forward"): 50})
+        (told,) = lines(job.summary(tmp_path), "Arrived last")
+        assert told.startswith("rank 1: in 31 of 31 kept steps (of at least 3,001 that ran), ")
+
+    def test_warm_up_accuses_nobody(self, tmp_path: Path) -> None:
+        """One rank compiles; the collectives are counted all the same."""
+        job = Job(2, jitter=0)
+        for number in range(12):
+            job.step(number, {(1, "forward"): 500} if number < 4 else {})
+        for span in (span for rank in job.ranks for span in rank.spans):
+            attributes = dict(span.attributes or {})
+            if span.name == "train.step" and int(str(attributes["dl.step"])) < 4:
+                said = {"dl.keep.reason": "warmup"} if attributes["dl.step"] == 0 else {"is_warmup": True}
+                span._attributes = attributes | said  # type: ignore[assignment]
+        summary = job.summary(tmp_path)
+        assert (summary.arrivals.compared, summary.arrivals.warmup, summary.arrivals.steps) == (8, 4, [])
+        assert next(lines(summary, "Collectives")).startswith("48 × ")
+        assert next(lines(summary, "Arrived last")).startswith("no rank more often than by chance, of 8 kept steps")
+
     def test_one_step_in_which_all_waited_long_is_told(self, tmp_path: Path) -> None:
         job = Job(jitter=3)
         for number in range(40):
@@ -438,7 +505,7 @@ class TestOwnTime:
             job.step(number, {(2, "forward"): 50})
         summary = job.summary(tmp_path)
         assert {rank.times.steps.median_ns for rank in summary.ranks} == {65 * MS}
-        own = {rank.rank: rank.own.median_ns / MS for rank in summary.ranks if rank.own is not None}
+        own = {rank.rank: rank.own.own.median_ns / MS for rank in summary.ranks if rank.own is not None}
         assert own == {0: 15, 1: 15, 2: 65, 3: 15}
         told = list(lines(summary, "Ranks"))
         assert told[2] == (
@@ -447,6 +514,30 @@ class TestOwnTime:
         )
         assert "own median 15 ms" in told[0]
         assert told[4].startswith("(own: ")
+
+    def test_it_is_told_with_the_whole_of_the_same_steps(self, tmp_path: Path) -> None:
+        """Those that could be compared are the long ones here."""
+        job = Job(jitter=0)
+        for number in range(9):
+            job.step(number, {(2, "forward"): 50} if number < 3 else {}, kept=None if number < 3 else [0, 2])
+        summary = job.summary(tmp_path)
+        (told,) = [line for line in lines(summary, "Ranks") if line.startswith("rank 2")]
+        assert "median 15 ms, p99 65 ms, own median 65 ms of 65 ms (3 steps), data wait" in told
+        (told,) = [line for line in lines(summary, "Ranks") if line.startswith("rank 1")]
+        assert "median 65 ms, p99 65 ms, own median 15 ms (3 steps), data wait" in told
+
+    def test_steps_that_are_not_told_of_do_not_count_for_it(self, tmp_path: Path) -> None:
+        """Of what is no even sample nothing is told where there is one."""
+        job = Job(2, jitter=0)
+        for number in range(6):
+            job.step(number, {(1, "forward"): 50} if number < 2 else {})
+        for rank in job.ranks:
+            for span in rank.spans:
+                attributes = dict(span.attributes or {})
+                if span.name == "train.step" and attributes["dl.step"] in (0, 1):
+                    span._attributes = attributes | {"dl.keep.reason": "slow"}  # type: ignore[assignment]
+        summary = job.summary(tmp_path)
+        assert [(rank.own.own.median_ns, rank.own.own.size) for rank in summary.ranks if rank.own] == [(15 * MS, 4)] * 2
 
     def test_it_is_not_told_where_a_rank_is_missing(self, tmp_path: Path) -> None:
         job = Job()
@@ -567,6 +658,21 @@ class TestIncidents:
         assert self.paragraph(job, tmp_path / "at once")[1].endswith("; how that ended is not in these traces")
         job.ranks[0].first("train.step", 1, EPOCH + 3600 * MS, EPOCH + 3601 * MS, dl__step=3)
         assert self.paragraph(job, tmp_path / "later")[1].endswith("; went on later")
+
+    def test_a_stall_is_told_with_the_length_that_it_had_in_the_end(self, tmp_path: Path) -> None:
+        """It is written while the wait goes on. The others' waits, and those in other collectives, are other waits."""
+        job = Job(2)
+        waited(job, 0, 2000, missing=[1], reason="late", words="has been outside any phase at step 29 for 2.0 s")
+        said: dict[str, Any] = {"dl__group__id": "0", "dl__group__size": 2}
+        trace = ids.trace_id(job.run, "step", 30)
+        step = job.ranks[0].first("train.step", trace, EPOCH, EPOCH + 9500 * MS, dl__step=30)
+        for rank, seq, ms in ((0, 3, 9000), (0, 4, 9300), (1, 3, 9400)):
+            said["dl__collective__seq"] = seq
+            job.ranks[rank].span("dist.all_reduce", trace, EPOCH, EPOCH + ms * MS, step, **said)
+        assert self.paragraph(job, tmp_path)[1] == (
+            "rank 0 waited 9 s in all_reduce 3 of the default group at step 30, which rank 1 had not begun; went on"
+            " later"
+        )
 
     def test_ranks_that_do_not_fit_together_are_one_incident(self, tmp_path: Path) -> None:
         job = Job(2)

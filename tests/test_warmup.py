@@ -69,6 +69,17 @@ def test_how_long_of_which_kind_and_in_which_phases() -> None:
     ]
 
 
+def test_what_is_compiled_in_an_evaluation_is_in_no_step() -> None:
+    run = Training()
+    step = run.step(0, 1010, "warmup")
+    evaluation = run.span("train.eval", 99, 500)
+    for trace, parent in ((1, step), (1, step), (1, step), (99, evaluation), (99, evaluation)):
+        run.span("torch.compile", trace, 300, parent=parent, is_warmup=True)
+    (line,) = told(run)
+    assert "in 1 of at least 1 step and in evaluation: torch.compile" in line
+    assert " (5, 2 of them in train.eval); in " in line
+
+
 def test_both_backward_directions_are_one_time() -> None:
     run = Training()
     step = run.step(0, 120, "warmup")

@@ -294,8 +294,8 @@ def _summarize(
             if len(latest) > 1:
                 click.echo(err=err)
     click.echo(render_reading(reading), err=err)
-    told = {path for summary in summaries for path in summary.incidents.pages}
-    for line in lines([page for page in pages if page.path not in told]):
+    runs = {summary.run: summary for summary in summaries}
+    for line in lines([page for page in pages if page.run not in runs or not runs[page.run].incidents.tells_of(page)]):
         click.echo(f"{'Status':<15}{line}", err=err)
     if not reading.spans:
         _say(f"otel-dl: there are no traces in {directory}. {_advice(directory)}")

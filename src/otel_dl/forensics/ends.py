@@ -108,7 +108,10 @@ def doing(page: Page | None) -> str:
         return "doing what is unknown: its status page is torn"
     if page.fetching:
         return f"in {SpanName.FETCH} of {_batch(page)}"
-    return f"while idle, after {_batch(page)}" if page.done is not None else "before its first batch"
+    if page.done is None:
+        return "before its first batch"
+    # Without its samples: they had been read.
+    return f"while idle, after {_batch(page) if page.batch is None else f'batch {page.batch.place}'}"
 
 
 def _batch(page: Page) -> str:

@@ -20,7 +20,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from otel_dl.semconv import COLLECTIVES, FIRST_SPANS, PHASES, SpanName
+from otel_dl.semconv import COLLECTIVES, FIRST_SPANS, KeepReason, SpanName
+from otel_dl.viewing import within
 from otel_dl.viewing.reading import Span, number_of, text_of
 
 MOST: Final = 8_000_000
@@ -31,12 +32,13 @@ SHOWN_AS_LONGER: Final = 0.5
 """A phase explains a lateness when it was longer than the others' by this share of it."""
 
 OUTSIDE: Final = "outside any phase"
-_PARTS: Final = tuple(sorted(PHASES))
 _OPS: Final = tuple(sorted(COLLECTIVES - {SpanName.SEND, SpanName.RECV}))
 _OP_BITS: Final = 4
 _FAILED: Final = 2
 _ASYNC: Final = 1
 _UNKNOWN: Final = -1
+_WARM: Final = 1
+_HEAD: Final = 2
 
 
 class Arrival(NamedTuple):
@@ -54,8 +56,8 @@ class Arrival(NamedTuple):
     share: float
     """`late_ns` of the step's duration (the longest of the ranks')."""
     longer: str
-    """The phase (`forward`, …) or `OUTSIDE` that took longer on it than on the others, by most of `late_ns`; "" where
-    the numbers show none."""
+    """The phase (`forward`, …), span of the user's own, or `OUTSIDE` that took longer on it than on the others, by most
+    of `late_ns`; "" where the numbers show none."""
 
 
 class Late(NamedTuple):
@@ -96,9 +98,15 @@ class Arrivals(NamedTuple):
     lacking: Sequence[int]
     """Steps of which nothing is said: ranks of their collectives are missing."""
     operations: Sequence[Operation]
-    own: Mapping[int, Sequence[int]]
-    """Rank → of each step compared its own time: the step's without what it waited, in collectives, for ranks that came
-    later."""
+    own: Mapping[int, Mapping[str, int]]
+    """Rank → of each step compared, by the id of its span, its own time: the step's without what it waited, in
+    collectives, for ranks that came later."""
+    warmup: int
+    """Steps left out, as they are warm-up: compilers and tuners take each rank another time."""
+    even_sample: int
+    """Of the steps compared, those that the head sampler kept in each rank."""
+    ran: int
+    """Steps that the run had, at least, kept or not."""
     left_out: int
     """Spans of collectives beyond `MOST`."""
 
@@ -151,6 +159,8 @@ class Collector:
         self._errors = array("q")
         self._starts = array("q")
         self._durations = array("q")
+        self._kinds = array("q")
+        """Whether the step is warm-up (`_WARM`), or kept by the head sampler (`_HEAD`)."""
         self._lasts = array("q")
         """The end of its last collective."""
         self._numbered: dict[int, int] = {}
@@ -158,8 +168,7 @@ class Collector:
         self._spans: dict[int, str] = {}
         """Place → id of the `train.step`."""
         self._hosts: dict[int, str] = {}
-        self._phases: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
-        """Id of a `train.step` → of each of its phases: which, start, end."""
+        self._within = within.Collector()
         self._rows: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
         """Group → six numbers a span, see `_add_collective`."""
         self._sizes: dict[str, int] = {}
@@ -178,14 +187,17 @@ class Collector:
                 self._steps[place] = number_of(span, "dl.step")
                 self._starts[place] = span.start_ns
                 self._durations[place] = span.duration_ns
+                reason = text_of(span, "dl.keep.reason")
+                if reason == KeepReason.WARMUP or span.attributes.get("is_warmup") is True:
+                    self._kinds[place] = _WARM
+                elif reason == KeepReason.HEAD:
+                    self._kinds[place] = _HEAD
                 self._numbered[hash((number_of(span, "dl.rank"), self._steps[place]))] = place
                 self._spans[place] = span.span_id
             if "dl.clock.offset_ns" in span.attributes:
                 self._offsets[place] = number_of(span, "dl.clock.offset_ns")
                 self._errors[place] = number_of(span, "dl.clock.error_ns")
             self._hosts[number_of(span, "dl.rank")] = text_of(span, "host.name")
-        elif span.name in PHASES:
-            self._phases[span.parent_id].extend(array("q", (_PARTS.index(span.name), span.start_ns, span.end_ns)))
 
     def _place(self, span: Span) -> int:
         key = hash((span.trace_id, number_of(span, "dl.rank")))
@@ -194,6 +206,7 @@ class Collector:
             for column in (self._steps, self._errors, self._starts, self._durations, self._lasts):
                 column.append(_UNKNOWN)
             self._offsets.append(0)
+            self._kinds.append(0)
         return place
 
     def _add_collective(self, span: Span) -> None:
@@ -220,9 +233,13 @@ class Collector:
         )
         self._rows[group].extend(array("q", row))
 
-    def result(self) -> Arrivals:
+    def result(self, parts: within.Collector) -> Arrivals:
+        """`parts`: what lies in the steps."""
+        self._within = parts
         by_step: defaultdict[int, list[tuple[str, Sequence[int]]]] = defaultdict(list)
         lacking: set[int] = set()
+        warm: set[int] = set()
+        uneven: set[int] = set()
         for group, rows in self._rows.items():
             order = sorted(range(0, len(rows), 6), key=rows.__getitem__)
             for _, same in itertools.groupby(order, key=rows.__getitem__):
@@ -232,18 +249,27 @@ class Collector:
                 if step is None:
                     continue
                 by_step[step].append((group, at))
-                # A number twice on one rank: the group was made anew, and which belongs to which can't be told.
-                if len(at) != self._sizes[group] or len({rows[i + 1] for i in at}) < len(at):
+                kinds = {self._kinds[rows[i + 2]] for i in at}
+                if _WARM in kinds:
+                    warm.add(step)
+                if kinds != {_HEAD}:
+                    uneven.add(step)
+                if not self._is_whole(group, at):
                     lacking.add(step)
 
+        lacking -= warm
         found: list[Arrival] = []
-        own: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        own: defaultdict[int, dict[str, int]] = defaultdict(dict)
         unclear: list[int] = []
         waits: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         transfers: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
         counts: Counter[int] = Counter()
         whole = 0.0
+        told: set[int] = set()
         for step in sorted(by_step.keys() - lacking):
+            is_whole = all(self._is_whole(group, at) for group, at in by_step[step])
+            if step in warm and not is_whole:
+                continue
             collectives = [self._collective(group, at) for group, at in by_step[step]]
             known = [each for each in collectives if each is not None]
             for each in known:
@@ -251,18 +277,21 @@ class Collector:
                 for part in each.parts:
                     waits[each.op].append(each.waited[part.rank])
                     transfers[each.op].append(max(0, part.end - part.issue - each.waited[part.rank]))
+            if step in warm:
+                continue
             if len(known) < len(collectives):
                 unclear.append(step)
                 continue
+            told.add(step)
             duration = self._duration(known)
             whole += duration
             arrival, waited = self._arrival(step, known, duration)
             for rank, (place, nanoseconds) in waited.items():
                 if self._durations[place] >= 0:
-                    own[rank].append(max(0, self._durations[place] - nanoseconds))
+                    own[rank][self._spans[place]] = max(0, self._durations[place] - nanoseconds)
             if arrival is not None:
                 found.append(arrival)
-        compared = len(by_step) - len(lacking) - len(unclear)
+        compared = len(told)
         return Arrivals(
             compared=compared,
             steps=found,
@@ -272,8 +301,16 @@ class Collector:
             lacking=sorted(lacking),
             operations=[Operation(_OPS[op], counts[op], waits[op], transfers[op]) for op in sorted(counts)],
             own=own,
+            warmup=len(warm),
+            even_sample=len(told - uneven),
+            ran=max((number + 1 for number in self._steps), default=0),
             left_out=max(0, self._count - MOST),
         )
+
+    def _is_whole(self, group: str, at: Sequence[int]) -> bool:
+        """A number twice on one rank: the group was made anew, and which belongs to which can't be told."""
+        rows = self._rows[group]
+        return len(at) == self._sizes[group] and len({rows[i + 1] for i in at}) == len(at)
 
     def _collective(self, group: str, at: Sequence[int]) -> _Collective | None:
         """None where the clocks of its ranks can't be compared."""
@@ -396,7 +433,8 @@ class Collector:
         }
         mine = own.pop(rank)
         more = {
-            part: mine[part] - statistics.median(times[part] for times in own.values()) for part in (*_PARTS, OUTSIDE)
+            part: mine[part] - statistics.median(times[part] for times in own.values())
+            for part in sorted(set(mine).union(*own.values()))
         }
         part = max(more, key=more.__getitem__)
         return part if more[part] >= SHOWN_AS_LONGER * late else ""
@@ -413,11 +451,10 @@ class Collector:
         """Until the last collective of the step, all by the rank's own clock."""
         since, until = self._starts[place] if former is None else self._lasts[former], self._lasts[place]
         spans = [
-            (_PARTS[phases[i]], max(phases[i + 1], since), min(phases[i + 2], until))
+            (part, max(start, since), min(end, until))
             for step in (former, place)
             if step is not None
-            for phases in [self._phases.get(self._spans[step], array("q"))]
-            for i in range(0, len(phases), 3)
+            for part, start, end in self._within.intervals(self._spans[step])
         ]
         times: Counter[str] = Counter()
         for part, start, end in spans:

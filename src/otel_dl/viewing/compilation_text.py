@@ -9,6 +9,7 @@ from otel_dl.viewing.compilations import Compilations, Function
 from otel_dl.viewing.words import duration, plural
 
 _FUNCTIONS_SHOWN: Final = 4
+_REASONS_SHOWN: Final = 4
 
 
 def rows(compilations: Compilations) -> Iterator[tuple[str, str]]:
@@ -45,9 +46,12 @@ def _function(function: Function) -> str:
         words += f", {function.failed:,} failed"
     if function.recompilations:
         words += f", {function.recompilations:,} again"
-        reason, count = next(iter(function.reasons.most_common(1)), ("", 0))
-        if reason:
+        reasons = function.reasons.most_common()
+        for reason, count in reasons[:_REASONS_SHOWN]:
             words += f", {'because' if count == function.recompilations else f'{count:,} because'}: {reason}"
+        if len(reasons) > _REASONS_SHOWN:
+            rest = len(reasons) - _REASONS_SHOWN
+            words += f", and for {rest:,} more reason{plural(rest)}"
     return words
 
 

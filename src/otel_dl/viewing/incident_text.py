@@ -5,6 +5,7 @@ Nothing is said that spans and status pages do not show.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
@@ -17,6 +18,8 @@ from otel_dl.viewing.words import duration, ranks
 
 _SHOWN: Final = 8
 _CULPRITS_SHOWN: Final = 4
+_AT_STEP: Final = re.compile(r" at step (\d+)\b")
+"""What `otel_dl.ranks.verdict` says of the step that a rank has open."""
 
 
 def rows(incidents: Incidents, jaeger_url: str) -> Iterator[tuple[str, str]]:
@@ -106,9 +109,20 @@ def _waiters(incident: Incident) -> Iterator[str]:
         if waiter.rank not in culprits:
             by_wait[_what(waiter), waiter.step].append(waiter)
     for (what, step), waiters in by_wait.items():
-        at = f" at step {step}" if step is not None else ""
+        at = f" at step {step}{_behind(incident, step)}" if step is not None else ""
         who = ranks([each.rank for each in waiters])
         yield f"{who} waited {_how_long(waiters)} in {what}{at}{_ended(waiters, gone)}"
+
+
+def _behind(incident: Incident, step: int) -> str:
+    """Those that had not come for the step before was still open there."""
+    behind = [
+        culprit.missing.rank
+        for culprit in incident.culprits
+        for at in [_AT_STEP.search(culprit.missing.words)]
+        if at is not None and int(at[1]) < step and culprit.missing.reason != MissingReason.MISMATCH
+    ]
+    return f", which {ranks(behind)} had not begun" if behind else ""
 
 
 def _what(waiter: Waiter) -> str:

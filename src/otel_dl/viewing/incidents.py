@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +57,7 @@ class Waiter(NamedTuple):
     """Which it failed; "" where none did."""
     start_ns: int
     went_on: bool
-    """Whether a later step of it has begun."""
+    """Whether that came to its end without a failure, or a later step of it has begun."""
     startup_error: str
     """What ended its process before it had a first step; "" otherwise."""
 
@@ -99,6 +100,18 @@ class Incidents(NamedTuple):
     """Ids of the failed `train.step` that these tell of."""
 
     @property
+    def terminated(self) -> set[int]:
+        """Ranks that SIGTERM ended."""
+        return {rank for incident in self.found for rank, _ in incident.terminated}
+
+    def tells_of(self, page: Page) -> bool:
+        """Whether nothing remains to be said of it: so it is of an idle worker whose rank's end is told."""
+        if page.path in self.pages:
+            return True
+        dead = {one.missing.rank for incident in self.found for one in incident.culprits if one.page is not None}
+        return page.worker is not None and page.fetching is False and page.rank in dead | self.terminated
+
+    @property
     def pages(self) -> set[str]:
         """Paths of the status pages that these tell of."""
         told = [one.page for incident in self.found for one in incident.culprits if one.page is not None]
@@ -127,6 +140,25 @@ class _Told(NamedTuple):
     own_start: int
     """By the rank's own clock, as `own_end`."""
     own_end: int
+    final: int = 0
+    """Of a stall, when what was stuck had come to its end all the same; 0: not known."""
+
+
+class _Done(NamedTuple):
+    """A span in which one can be stuck, that did not fail; ordered by its length."""
+
+    duration: int
+    rank: int
+    name: str
+    group: str
+    seq: int
+    """0: it has no number."""
+    start: int
+    end: int
+
+    def is_what_was_stuck(self, stall: _Told) -> bool:
+        same = self.name not in COLLECTIVES or (self.group, self.seq) == (stall.group, stall.seq or 0)
+        return same and self.start <= stall.own_end <= self.end
 
 
 class Collector:
@@ -136,12 +168,22 @@ class Collector:
         self._told: list[_Told] = []
         self._offsets: dict[int, int] = {}
         self._left_out = 0
+        self._longest: list[_Done] = []
+        """The longest ones, a heap."""
 
     def add(self, span: Span) -> bool:
         """True where it is one of these, so that it need not be counted as a failure elsewhere."""
         rank = number_of(span, "dl.rank")
         if "dl.clock.offset_ns" in span.attributes:
             self._offsets[rank] = number_of(span, "dl.clock.offset_ns")
+        if span.name in COLLECTIVES | GROUPS | PHASES and not span.failed:
+            group = text_of(span, "dl.group.id") if span.name in COLLECTIVES else ""
+            seq = number_of(span, "dl.collective.seq")
+            done = _Done(span.duration_ns, rank, span.name, group, seq, span.start_ns, span.end_ns)
+            if len(self._longest) < MOST:
+                heapq.heappush(self._longest, done)
+            elif done > self._longest[0]:
+                heapq.heapreplace(self._longest, done)
         if not _is_of_ranks(span):
             return False
         if len(self._told) >= MOST:
@@ -188,8 +230,14 @@ class Collector:
         for told in self._told:
             if told.of and not told.seq:
                 named[told.rank, told.group].append(told)
+        longest: defaultdict[tuple[int, str], list[_Done]] = defaultdict(list)
+        for done in self._longest:
+            longest[done.rank, done.name].append(done)
         for told in self._told:
             offset = self._offsets.get(told.rank, 0)
+            if told.span == SpanName.STALL:
+                ends = (done.end - offset for done in longest[told.rank, told.of] if done.is_what_was_stuck(told))
+                told = told._replace(final=max(ends, default=0))
             if not told.of and not told.seq:  # a phase or a step, of what has no number
                 within = (each.of for each in named[told.rank, told.group] if told.start <= each.start)
                 told = told._replace(of=next(within, ""))
@@ -284,11 +332,12 @@ def _waiter(rank: int, mine: Sequence[_Told], process: Process | None) -> Waiter
         number = process.last_step.number if open_then else None
     return Waiter(
         rank, about.of, about.group, about.seq, number,
-        max(each.end - each.start for each in waits),
+        max(max(each.end, each.final) - each.start for each in waits),
         failed[0].error_type if failed else "",
         next((each.span for each in mine if each.span in PHASES), ""),
         about.start,
-        process is not None and process.last_step is not None and process.last_step.start_ns > about.own_end,
+        any(each.final for each in waits)
+        or (process is not None and process.last_step is not None and process.last_step.start_ns > about.own_end),
         process.startup_error if process is not None and about.of in GROUPS else "",
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What a person wants to know about a run, computed from its spans: pure data, without any wording.
 
-Steps are spans `train.step`; a phase counts for a step when it is a direct child of it, so that a forward within a
-backward (activation checkpointing) is not counted twice. Durations are nanoseconds.
+Steps are spans `train.step`; a phase counts for a step when it is a direct child of it, or of a span of the
+user's in it: a forward within a backward (activation checkpointing) is not counted twice. Durations are nanoseconds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import heapq
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
-from otel_dl.semconv import SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, compilations, device, incidents, loading, seen, waiting, warmup
-from otel_dl.viewing.arrivals import Arrivals
+from otel_dl.semconv import PHASES, SCOPE, KeepReason, SpanName
+from otel_dl.viewing import arrivals, compilations, device, failures, incidents, loading, seen, waiting, warmup, within
+from otel_dl.viewing.arrivals import OUTSIDE, Arrivals
 from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.device import DeviceMemory, DeviceTimes
 from otel_dl.viewing.incidents import Incidents
@@ -26,6 +26,7 @@ from otel_dl.viewing.reading import Span, number_of, text_of
 from otel_dl.viewing.seen import Process, Ranks
 from otel_dl.viewing.waiting import Waiting
 from otel_dl.viewing.warmup import Warmup
+from otel_dl.viewing.within import OwnSpans
 
 PARTS: Mapping[str, str] = {
     SpanName.NEXT: "data wait",
@@ -61,6 +62,12 @@ class Step(NamedTuple):
     keep_reason: str
     failed: bool
     error_type: str
+    longest: str = ""
+    """The part that took most of its time: a phase's span, one of the user's own, or `OUTSIDE`."""
+    share: float = 0.0
+    """Of its time, that this took."""
+    failed_in: str = ""
+    """What in it failed with the same error, in words; "" where nothing did."""
 
 
 class Distribution(NamedTuple):
@@ -81,13 +88,21 @@ class Times(NamedTuple):
     """Part of a step → its share of these steps' time, 0 to 1."""
 
 
+class Own(NamedTuple):
+    """`Arrivals.own` of those steps of a rank whose times are told, as far as they could be compared, and the whole
+    time of the same steps."""
+
+    own: Distribution
+    whole: Distribution
+
+
 class Rank(NamedTuple):
     rank: int
     kept: int
     total: int
     times: Times
-    own: Distribution | None
-    """Of `Arrivals.own`; None where no step could be compared."""
+    own: Own | None
+    """None where none of the steps of `times` could be compared."""
 
 
 class Fetches(NamedTuple):
@@ -103,6 +118,16 @@ class Evaluation(NamedTuple):
     total_ns: int
 
 
+class Lost(NamedTuple):
+    """A training process that died before it had exported what it had kept."""
+
+    rank: int
+    open_step: int
+    """By its status page."""
+    exported: int | None
+    """The number of its last exported step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Of one run."""
@@ -113,7 +138,7 @@ class Summary:
     kept: int
     """Steps of which something was kept; a step of several ranks counts once."""
     total: int
-    """Highest number of a kept step, plus 1: the run had at least so many."""
+    """Highest number of a kept step, or of one that a status page names, plus 1: the run had at least so many."""
     keep_reasons: Mapping[str, int]
     times: Times | None
     ranks: Sequence[Rank]
@@ -130,7 +155,9 @@ class Summary:
     fetches: Sequence[Fetches]
     """Those by workers, then those by training processes; without those of which there were none."""
     failed_elsewhere: Mapping[tuple[str, str], int]
-    """(span name, error.type) → how many failed spans of otel-dl's beside `train.step` itself and `incidents`."""
+    """(span name, error.type) → how many failed spans of otel-dl's beside what `failed`, `died`, `incidents` tell."""
+    died: Sequence[str]
+    """Words for each worker that died, `loading.DIED` at most, without those that SIGTERM ended with their rank."""
     loading: Loading
     compilations: Compilations
     warmup: Warmup | None
@@ -141,6 +168,10 @@ class Summary:
     """None where the device's own time is not known."""
     memory: DeviceMemory | None
     user_spans: int
+    own_spans: Sequence[OwnSpans]
+    """Those of the user's by name, most time first."""
+    lost: Sequence[Lost]
+    """By rank."""
     dropped: int
     """Records that were dropped for lack of room, as the traces say."""
 
@@ -162,7 +193,7 @@ def summarize(spans: Iterable[Span], pages: Sequence[Page] = ()) -> list[Summary
     if nameless is not None and len(runs) == 2 and nameless.start_ns is None:
         del runs[""]
         (run,) = runs.values()
-        run.user_spans += nameless.user_spans
+        run.within.take(nameless.within)
     return [run.result(pages) for run in sorted(runs.values(), key=lambda run: run.start_ns or 0)] or [
         _Run("").result(pages)
     ]
@@ -175,13 +206,12 @@ class _Run:
         self.name = name
         self.start_ns: int | None = None
         """Of its first span; None: it has none of otel-dl's own."""
-        self.user_spans = 0
+        self.within = within.Collector()
         self._steps: list[Step] = []
         self._phases: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._by_workers: list[int] = []
         self._by_training: list[int] = []
-        self._workers: set[tuple[object, ...]] = set()
-        self._failed_elsewhere: Counter[tuple[str, str]] = Counter()
+        self._failures = failures.Collector()
         self._loading = loading.Collector()
         self._compilations = compilations.Collector()
         self._arrivals = arrivals.Collector()
@@ -194,7 +224,7 @@ class _Run:
 
     def add(self, span: Span) -> None:
         if span.scope != SCOPE:
-            self.user_spans += 1
+            self.within.add_own(span)
             return
         self.start_ns = span.start_ns if self.start_ns is None else min(self.start_ns, span.start_ns)
         self._dropped += number_of(span, "otel_dl.dropped")
@@ -206,6 +236,8 @@ class _Run:
         self._seen.add(span)
         self._warmup.add(span)
         is_told = self._incidents.add(span)
+        if span.name in PHASES:
+            self.within.add_phase(span)
         if span.name == SpanName.STEP:
             self._steps.append(_step(span))
         elif span.name in PARTS:
@@ -213,28 +245,51 @@ class _Run:
         elif span.name == SpanName.FETCH:
             if "dl.worker.id" in span.attributes:
                 self._by_workers.append(span.duration_ns)
-                loader, worker = span.attributes.get("dl.loader.id"), span.attributes["dl.worker.id"]
-                self._workers.add((loader, number_of(span, "dl.rank"), worker))
             else:
                 self._by_training.append(span.duration_ns)
         elif span.name == SpanName.EVAL:
             self._evaluations += 1
             self._evaluation_ns += span.duration_ns
         if span.failed and span.name != SpanName.STEP and not is_told:
-            self._failed_elsewhere[span.name, text_of(span, "error.type")] += 1
+            self._failures.add(span)
+
+    def _phases_of_steps(self) -> Mapping[str, Counter[str]]:
+        """Those within a span of the user's are of what is around that."""
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for parent, times in self._phases.items():
+            found[self.within.around(parent)].update(times)
+        return found
+
+    def _with_longest(self, step: Step) -> Step:
+        parts: Counter[str] = Counter()
+        for name, start, end in self.within.intervals(step.span_id):
+            parts[name] += end - start
+        parts[OUTSIDE] = max(0, step.duration_ns - parts.total())
+        longest, nanoseconds = max(parts.items(), key=lambda item: item[1])
+        return step._replace(longest=longest, share=nanoseconds / step.duration_ns if step.duration_ns > 0 else 0.0)
 
     def result(self, pages: Sequence[Page]) -> Summary:
-        steps, phases = self._steps, self._phases
+        self.within.settle()
+        steps, phases = self._steps, self._phases_of_steps()
         reasons = _keep_reasons(steps)
         times = _times(steps, phases) if steps else None
         even = {step.span_id: step.duration_ns for step in _even(steps)}
         on_device = self._device.times(even, PARTS.values(), PARTS[SpanName.NEXT], OTHER)
         wait = times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0
-        compared = self._arrivals.result()
+        compared = self._arrivals.result(self.within)
         processes = self._seen.processes()
-        told = self._incidents.result(processes, [page for page in pages if page.run == self.name])
+        pages = [page for page in pages if page.run == self.name]
+        told = self._incidents.result(processes, pages)
+        begun = [(page.rank, page.step) for page in pages if page.worker is None and page.step is not None]
+        died = [each.words for each in self._loading.died(told.terminated)]
+        failed_in, elsewhere = self._failures.result(
+            {(step.trace_id, step.rank): (step.span_id, step.error_type) for step in steps if step.failed},
+            {each.words for each in self._loading.died(())},
+        )
         for waiter in (waiter for incident in told.found for waiter in incident.waiters if waiter.startup_error):
-            self._failed_elsewhere[SpanName.STARTUP, waiter.startup_error] -= 1  # told there
+            elsewhere[SpanName.STARTUP, waiter.startup_error] -= 1  # told there
+        # While the device works off what was queued before, nothing waits for data that loading could shorten.
+        loaded = self._loading.result(even, wait if on_device is None else min(wait, on_device.wait.device))
         by_rank: defaultdict[int, list[Step]] = defaultdict(list)
         for step in steps:
             by_rank[step.rank].append(step)
@@ -242,34 +297,47 @@ class _Run:
             run=self.name,
             start_ns=self.start_ns or 0,
             kept=len(reasons),
-            total=_total(steps),
+            total=max(_total(steps), *(step + 1 for _, step in begun), 0),
             keep_reasons=Counter(reasons.values()),
             times=times,
-            ranks=[_rank(rank, by_rank[rank], phases, compared.own.get(rank)) for rank in sorted(by_rank)],
+            ranks=[
+                _rank(rank, by_rank[rank], phases, compared.own.get(rank, {}))._replace(
+                    total=max(_total(by_rank[rank]), *(step + 1 for whose, step in begun if whose == rank), 0)
+                )
+                for rank in sorted(by_rank)
+            ],
             missing=self._seen.ranks(),
             arrivals=compared,
             incidents=told,
             processes=processes,
-            slowest=heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns),
+            slowest=[
+                self._with_longest(step) for step in heapq.nlargest(SLOWEST, steps, key=lambda step: step.duration_ns)
+            ],
             failed=sorted(
-                (step for step in steps if step.failed and step.span_id not in told.steps),
+                (
+                    step._replace(failed_in=failed_in.get(step.span_id, ""))
+                    for step in steps
+                    if step.failed and step.span_id not in told.steps
+                ),
                 key=lambda step: (step.number, step.rank),
             ),
             evaluation=Evaluation(self._evaluations, self._evaluation_ns),
             fetches=[
                 Fetches(distribution(each), count)
-                for each, count in ((self._by_workers, len(self._workers)), (self._by_training, 0))
+                for each, count in ((self._by_workers, loaded.readers), (self._by_training, 0))
                 if each
             ],
-            failed_elsewhere=+self._failed_elsewhere,
+            failed_elsewhere=+elsewhere,
+            died=died[: loading.DIED],
             compilations=self._compilations.result(),
             warmup=self._warmup.result(),
-            # While the device works off what was queued before, nothing waits for data that loading could shorten.
-            loading=self._loading.result(even, wait if on_device is None else min(wait, on_device.wait.device)),
+            loading=loaded,
             device=on_device,
             memory=self._device.memory(),
             waiting=self._waiting.result({(step.trace_id, step.rank) for step in _even(steps)}, sum(even.values())),
-            user_spans=self.user_spans,
+            user_spans=self.within.count,
+            own_spans=self.within.own(),
+            lost=sorted(_lost(pages, processes), key=lambda lost: lost.rank),
             dropped=self._dropped,
         )
 
@@ -287,6 +355,19 @@ def _step(span: Span) -> Step:
     )
 
 
+def _lost(pages: Iterable[Page], processes: Iterable[Process]) -> Iterator[Lost]:
+    """A process takes its page away once its last span is written: what has left one was killed."""
+    last: dict[tuple[int, int], int] = {}
+    for process in processes:
+        if process.last_step is not None:
+            last[process.rank, process.pid] = process.last_step.number
+    for page in pages:
+        if page.worker is None and page.step is not None and page.alive() is False:
+            exported = last.get((page.rank, page.pid))
+            if exported is None or exported < page.step:
+                yield Lost(page.rank, page.step, exported)
+
+
 def _keep_reasons(steps: Iterable[Step]) -> Mapping[int, str]:
     """Number of a step → why it was kept; where its ranks differ, the one that is tried first."""
     reasons: dict[int, str] = {}
@@ -300,13 +381,19 @@ def _precedence(reason: str) -> int:
     return _REASONS.index(reason) if reason in _REASONS else len(_REASONS)
 
 
-def _rank(rank: int, steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]], own: Sequence[int] | None) -> Rank:
+def _rank(rank: int, steps: Sequence[Step], phases: Mapping[str, Mapping[str, int]], own: Mapping[str, int]) -> Rank:
+    compared = [step for step in _even(steps) if step.span_id in own]
     return Rank(
         rank,
         len({step.number for step in steps}),
         _total(steps),
         _times(steps, phases),
-        distribution(own) if own else None,
+        Own(
+            distribution([own[step.span_id] for step in compared]),
+            distribution([step.duration_ns for step in compared]),
+        )
+        if compared
+        else None,
     )
 
 

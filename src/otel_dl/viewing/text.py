@@ -10,13 +10,14 @@ from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
 from otel_dl.viewing.seen import Ranks
-from otel_dl.viewing.summary import PARTS, Distribution, Rank, Step, Summary, Times, distribution
+from otel_dl.viewing.summary import PARTS, Distribution, Lost, Rank, Step, Summary, Times, distribution
 from otel_dl.viewing.words import duration, percent, plural, ranks
 
 _LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
 _LATE_SHOWN = 4
+_OWN_SHOWN = 8
 _IN_ORDER = "as batches are handed out in order, unless in_order=False"
 
 
@@ -76,6 +77,8 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
             f"{_distribution(fetches.times)} ({batches} batch{plural(batches, 'es')} by {by})",
         )
     yield from _loading_rows(summary.loading, len(summary.ranks) > 1)
+    for words in summary.died:
+        yield "Died", words
     yield from compilation_text.rows(summary.compilations)
     if summary.evaluation.stretches:
         stretches = summary.evaluation.stretches
@@ -87,7 +90,8 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
     for step in summary.slowest:
         yield "Slowest", _step(step, several_ranks, jaeger_url)
     for step in summary.failed[:_FAILED_SHOWN]:
-        yield "Failed", f"{step.error_type or 'error'}: {_step(step, several_ranks, jaeger_url)}"
+        where = f" in {step.failed_in}" if step.failed_in else ""
+        yield "Failed", f"{step.error_type or 'error'}{where}: {_step(step, several_ranks, jaeger_url)}"
     if len(summary.failed) > _FAILED_SHOWN:
         yield "Failed", f"and {len(summary.failed) - _FAILED_SHOWN} more steps"
     for (name, error_type), count in summary.failed_elsewhere.items():
@@ -96,9 +100,32 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
             yield "Failed", f"{count} worker{plural(count)} ended: {error}"
         else:
             yield "Failed", f"{error} in {count} {name} span{plural(count)}"
+    yield from _own_rows(summary)
+    if summary.dropped:
+        yield "Dropped", f"{summary.dropped:,} records for lack of room"
+    for lost in summary.lost[:_RANKS_SHOWN]:
+        yield "Dropped", _lost(lost)
+    if len(summary.lost) > _RANKS_SHOWN:
+        yield "Dropped", f"so is that of {len(summary.lost) - _RANKS_SHOWN} more ranks"
+    if not summary.dropped and not summary.lost:
+        yield "Dropped", "nothing in these traces"
+
+
+def _lost(lost: Lost) -> str:
+    exported = f"its last exported step is {lost.exported}" if lost.exported is not None else "no step of it is here"
+    return f"the tail of rank {lost.rank} is lost: its status page says step {lost.open_step}, {exported}"
+
+
+def _own_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.user_spans:
         yield "Own spans", f"{summary.user_spans:,} of the script's own"
-    yield "Dropped", f"{summary.dropped:,} records for lack of room" if summary.dropped else "nothing in these traces"
+    for own in summary.own_spans[:_OWN_SHOWN]:
+        yield (
+            "Own spans",
+            f"{own.name}: {own.spans:,}, median {duration(own.median_ns)}, {duration(own.total_ns)} in all",
+        )
+    if len(summary.own_spans) > _OWN_SHOWN:
+        yield "Own spans", f"and {len(summary.own_spans) - _OWN_SHOWN} more names"
 
 
 def _missing_rows(missing: Ranks) -> Iterator[tuple[str, str]]:
@@ -117,7 +144,7 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
         )
     late_ranks, late_steps = outstanding.ranks(arrivals), outstanding.steps(arrivals)
     for late in late_ranks[:_LATE_SHOWN]:
-        yield "Arrived last", _late(late, arrivals.compared)
+        yield "Arrived last", _late(late, arrivals)
     rest = late_ranks[_LATE_SHOWN:]
     if rest:
         total = sum(late.late_ns for late in rest)
@@ -128,6 +155,12 @@ def _arrival_rows(arrivals: Arrivals, each_step: bool) -> Iterator[tuple[str, st
         )
     if late_ranks and arrivals.even:
         yield "Arrived last", f"no rank for sure: in {arrivals.even:,} of {_number_of_steps(arrivals.compared)}"
+    elif arrivals.compared and outstanding.is_thin(arrivals) and len(arrivals.own) > 1:
+        yield (
+            "Arrived last",
+            f"no rank is named: {_number_of_steps(arrivals.compared)} could be compared, of at least"
+            f" {arrivals.ran:,} that ran",
+        )
     elif arrivals.compared and not late_ranks and len(arrivals.own) > 1:
         yield (
             "Arrived last",
@@ -161,12 +194,13 @@ def _each_step(arrivals: Arrivals) -> Iterator[tuple[str, str]]:
         yield "Last in", told[step]
 
 
-def _late(late: Late, compared: int) -> str:
+def _late(late: Late, arrivals: Arrivals) -> str:
+    most = f" (of at least {arrivals.ran:,} that ran)" if arrivals.compared + arrivals.warmup < arrivals.ran else ""
     longer = ", ".join(
         f"{_part(part)} in {count:,}" for part, count in sorted(late.longer.items(), key=lambda item: -item[1])
     )
     return (
-        f"rank {late.rank}: in {late.steps:,} of {_number_of_steps(compared)}, the others waited"
+        f"rank {late.rank}: in {late.steps:,} of {_number_of_steps(arrivals.compared)}{most}, the others waited"
         f" {duration(late.late_ns)} for it in all, {percent(late.share)} of the steps' time; what took it longer:"
         f" {longer}"
     )
@@ -218,14 +252,13 @@ def _loading_rows(loading: Loading, several_ranks: bool) -> Iterator[tuple[str, 
         yield "Slow samples", f"{fetch.samples}: {duration(fetch.duration_ns)} in worker {fetch.worker}"
     if loading.advice is not None:
         yield from _advice_rows(loading.advice)
-    for words in loading.died:
-        yield "Died", words
 
 
 def _worker(slow: SlowWorker, several_ranks: bool) -> str:
     rank = f"rank {slow.rank} " if several_ranks else ""
     processes = f"{slow.processes} processes, the last: " if slow.processes > 1 else ""
-    return f"{rank}worker {slow.worker} ({processes}pid {slow.pid})"
+    loader = f" of loader {slow.loader}" if slow.loader is not None else ""
+    return f"{rank}worker {slow.worker} ({processes}pid {slow.pid}){loader}"
 
 
 def _advice_rows(advice: Advice) -> Iterator[tuple[str, str]]:
@@ -302,7 +335,12 @@ def _steps_of(times: Distribution) -> str:
 
 
 def _rank(rank: Rank) -> str:
-    own = f" own median {duration(rank.own.median_ns)} ({_steps_of(rank.own)})," if rank.own is not None else ""
+    own = ""
+    if rank.own is not None:
+        # Of fewer steps than the median before: beside that one it could exceed the whole.
+        several = rank.own.whole.size < rank.times.steps.size
+        whole = f" of {duration(rank.own.whole.median_ns)}" if several else ""
+        own = f" own median {duration(rank.own.own.median_ns)}{whole} ({_steps_of(rank.own.own)}),"
     return (
         f"rank {rank.rank}: {rank.kept:,} kept of at least {rank.total:,}, {_distribution(rank.times.steps)},"
         f"{own} data wait {percent(rank.times.shares['data wait'])} ({_count(rank.times)})"
@@ -312,7 +350,8 @@ def _rank(rank: Rank) -> str:
 def _step(step: Step, with_rank: bool, jaeger_url: str) -> str:
     rank = f" rank {step.rank}" if with_rank else ""
     trace = f"{jaeger_url}/trace/{step.trace_id}" if jaeger_url else step.trace_id
-    return f"step {step.number}{rank}, {duration(step.duration_ns)}, kept as {step.keep_reason or 'unknown'}, {trace}"
+    longest = f" ({_part(step.longest)} {percent(step.share)})" if step.longest else ""
+    return f"step {step.number}{rank}, {duration(step.duration_ns)}{longest}, {trace}"
 
 
 def _shares(shares: Mapping[str, float]) -> str:

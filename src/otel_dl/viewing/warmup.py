@@ -28,6 +28,8 @@ class Work(NamedTuple):
 
     spans: int
     time_ns: int
+    evaluation: int = 0
+    """How many of the spans are in `train.eval`."""
 
 
 class Benchmark(NamedTuple):
@@ -70,7 +72,9 @@ class Collector:
         self._phases: dict[str, str] = {}
         self._steps: dict[_Of, tuple[int, int, bool]] = {}
         """Number, duration, whether it is warm-up."""
-        self._worked: set[_Of] = set()
+        self._worked: Counter[tuple[_Of, str]] = Counter()
+        """By kind."""
+        self._evaluations: set[_Of] = set()
         self._tuned: defaultdict[_Of, set[Interval]] = defaultdict(set)
         self._keys: defaultdict[int, set[str]] = defaultdict(set)
         self._predicted = False
@@ -80,6 +84,8 @@ class Collector:
         warm = span.attributes.get("is_warmup") is True
         if span.name == SpanName.STEP:
             self._steps[of] = number_of(span, "dl.step"), span.duration_ns, warm
+        elif span.name == SpanName.EVAL:
+            self._evaluations.add(of)
         elif span.name in PHASES:
             if warm:
                 self._phases[span.span_id] = span.name
@@ -89,7 +95,7 @@ class Collector:
             self._within[span.parent_id].add(interval)
             self._kinds[kind].add((span.parent_id, *interval))
             self._counts[kind] += 1
-            self._worked.add(of)
+            self._worked[of, kind] += 1
             if kind == BENCHMARK:
                 self._tuned[of].add(interval)
                 self._keys[of[1]].add(text_of(span, "dl.conv.key"))
@@ -104,12 +110,18 @@ class Collector:
             parts[self._phases.get(parent, "")] += total(union(intervals))
         return Warmup(
             time_ns=parts.total(),
-            steps=len({self._steps[of][0] for of in self._worked if of in self._steps}),
-            kinds={kind: Work(self._counts[kind], self._in_all(kind)) for kind in sorted(self._kinds)},
+            steps=len({self._steps[of][0] for of, _ in self._worked if of in self._steps}),
+            kinds={
+                kind: Work(self._counts[kind], self._in_all(kind), self._in_evaluation(kind))
+                for kind in sorted(self._kinds)
+            },
             parts=parts,
             predicted=self._predicted,
             benchmark=self._benchmark(),
         )
+
+    def _in_evaluation(self, kind: str) -> int:
+        return sum(count for (of, which), count in self._worked.items() if which == kind and of in self._evaluations)
 
     def _in_all(self, kind: str) -> int:
         by_parent: defaultdict[str, set[Interval]] = defaultdict(set)

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from otel_dl.semconv import SpanName
 from otel_dl.viewing.summary import OTHER, PARTS
-from otel_dl.viewing.warmup import Benchmark, Warmup
+from otel_dl.viewing.warmup import Benchmark, Warmup, Work
 from otel_dl.viewing.words import duration, plural
 
 
 def rows(warmup: Warmup, total: int) -> Iterator[tuple[str, str]]:
     kinds = ", ".join(
-        f"{kind} {duration(work.time_ns)} ({work.spans:,})"
+        f"{kind} {duration(work.time_ns)} ({work.spans:,}{_in_evaluation(work)})"
         for kind, work in sorted(warmup.kinds.items(), key=lambda item: -item[1].time_ns)
     )
     parts = ", ".join(
         f"{PARTS.get(name, name) or OTHER} {duration(time_ns)}"
         for name, time_ns in sorted(warmup.parts.items(), key=lambda item: -item[1])
     )
+    evaluated = any(work.evaluation for work in warmup.kinds.values())
     yield (
         "Warm-up",
         f"{duration(warmup.time_ns)} of one-time work, in {warmup.steps:,} of at least {total:,}"
-        f" step{plural(total)}: {kinds}; in {parts}",
+        f" step{plural(total)}{' and in evaluation' if evaluated else ''}: {kinds}; in {parts}",
     )
     if warmup.predicted:
         yield "Warm-up", "what cuDNN tuned is predicted from the convolutions' keys, not observed"
     if warmup.benchmark is not None:
         yield "Benchmark", _benchmark(warmup.benchmark)
+
+
+def _in_evaluation(work: Work) -> str:
+    return f", {work.evaluation:,} of them in {SpanName.EVAL}" if work.evaluation else ""
 
 
 def _benchmark(benchmark: Benchmark) -> str:
