@@ -6,6 +6,7 @@ There is no GPU here: the device is a stand-in that torch takes for an accelerat
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import json
 import operator
@@ -181,7 +182,7 @@ def test_without_a_driver_synchronize_raises_as_ever() -> None:
 # Nobody can tell.
 
 
-NAMES = [*tensor.READ, *tensor.COMPUTED, "cuda", "to", "copy_", "__getitem__", "__setitem__"]
+NAMES = [*tensor.READ, *tensor.COMPUTED, "cuda", "to", "copy_"]
 
 
 @pytest.mark.parametrize("in_c", IN_C)
@@ -199,8 +200,8 @@ class TestUnseen:
 
     def test_to_the_class_each_is_the_object_that_it_was(self) -> None:
         for _ in range(1000):  # the interpreter looks names up in another way once it knows them
-            found = torch.Tensor.item, torch.Tensor.__getitem__, torch.Tensor.to
-            wanted = self.originals["item"], self.originals["__getitem__"], self.originals["to"]
+            found = torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.to
+            wanted = self.originals["item"], self.originals["__int__"], self.originals["to"]
             assert all(map(operator.is_, found, wanted))
         assert all(getattr(torch.Tensor, name) is original for name, original in self.originals.items())
         assert all(
@@ -390,6 +391,45 @@ class _Module(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
+
+
+class Before(torch.Tensor):
+    """A subclass that was there before anything was patched."""
+
+
+def protocols() -> dict[str, object]:
+    """What C takes a tensor for."""
+
+    class Now(torch.Tensor):
+        """A subclass that is made meanwhile."""
+
+    checks = ("PySequence_Check", "PyMapping_Check", "PyNumber_Check", "PyIndex_Check", "PyCallable_Check")
+    asked: list[Callable[[Any], object]] = []
+    for name in checks:
+        function = getattr(ctypes.pythonapi, name)
+        function.argtypes = [ctypes.py_object]
+        asked.append(function)
+    parts = [torch.tensor(1.0), torch.tensor(2.0)]
+    kinds: list[type[torch.Tensor]] = [torch.Tensor, nn.Parameter, Before, Now]
+    return {
+        "checks": [[check(kind(torch.ones(2))) for check in asked] for kind in kinds],
+        "slots": [sorted(name for name in dir(kind) if name.startswith("__")) for kind in kinds],
+        "of tensors": str(torch.tensor(parts)),
+        "of rows": str(torch.tensor([torch.ones(1), torch.ones(1)])),
+        "size": list(torch.zeros(6).view(*torch.tensor([2, 3])).shape),
+        "iterated": [str(each) for each in torch.ones(2)],
+        "reversed": [str(each) for each in reversed(torch.ones(2))],
+    }
+
+
+@pytest.mark.parametrize("in_c", IN_C)
+@pytest.mark.parametrize("mode", ["on", "deep"])
+def test_to_c_a_tensor_is_what_it_was(in_c: bool, mode: str) -> None:
+    before = protocols()
+    assert before["checks"] == [[0, 1, 1, 1, 0]] * 4, "a mapping, a number, and no sequence"
+    with recording(native=in_c, sync=mode):
+        assert protocols() == before
+    assert protocols() == before
 
 
 # How the time is split.

@@ -53,7 +53,6 @@ WAITS: list[tuple[str, Any]] = [
     ("Tensor.unique", lambda: x.unique()),
     ("Tensor.equal", lambda: x.equal(x)),
     ("Tensor.is_nonzero", lambda: one.is_nonzero()),
-    ("Tensor.__getitem__", lambda: x[mask]),
     ("Tensor.__format__", lambda: f"{one}"),
     ("Tensor.__bool__", lambda: nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)),
     ("Tensor.item", lambda: sum(v.item() for v in [one])),

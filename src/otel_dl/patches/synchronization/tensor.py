@@ -1,8 +1,10 @@
 """Methods of a tensor that read it, move it, or need to know its values: they wait for the device it is on.
 
-`__array__` is not among them: it raises for a tensor on a device. `wait_stream` and `record` make the device wait, not
-the host. What C++ calls itself, and functions of the module torch (`torch.nonzero`), are seen in the deep mode: torch
-finds a function of its own by identity (torch.jit.script, `__torch_function__`), so nothing can stand in its place.
+`__array__` is not among them: it raises for a tensor on a device. Nor are `__getitem__` and `__setitem__`: in the
+class's dict they would make Python take a tensor for a sequence (`PySequence_Check`), also once they are taken out, and
+torch reads a list of tensors in another way then. `wait_stream` and `record` make the device wait, not the host. What
+C++ calls itself, and functions of the module torch (`torch.nonzero`), are seen in the deep mode: torch finds a function
+of its own by identity (torch.jit.script, `__torch_function__`), so nothing can stand in its place.
 """
 
 from __future__ import annotations
@@ -49,9 +51,6 @@ def install(waiting: Waiting) -> None:
     def own(args: Args, kwargs: Keywords, result: Any) -> Any:
         return device_of(args[0])
 
-    def of_index(args: Args, kwargs: Keywords, result: Any) -> Any:
-        return device_of(args[0]) if len(args) > 1 and _is_known_to_the_device(args[1]) else None
-
     def patch(name: str, form: Form, device: Any, does: Does, counts: Any = None) -> None:
         original = getattr(owner, name)
         keywords = {} if counts is None else {"counts": counts}
@@ -68,8 +67,6 @@ def install(waiting: Waiting) -> None:
         # Every batch, every sample passes by here: in Python they would cost more than a flag test.
         patch("to", Form.MOVES, _moved, Does.COMPUTES, _blocks)
         patch("copy_", Form.MOVES, _copied, Does.COMPUTES, _blocks)
-        patch("__getitem__", Form.INDEXES, of_index, Does.COMPUTES)
-        patch("__setitem__", Form.INDEXES, of_index, Does.COMPUTES)
 
 
 def _moved(args: Args, kwargs: Keywords, result: Any) -> Any:
@@ -85,18 +82,3 @@ def _copied(args: Args, kwargs: Keywords, result: Any) -> Any:
 def _blocks(args: Args, kwargs: Keywords) -> bool:
     """Without, a copy returns at once; where it did not (pageable memory), it waited all the same."""
     return not (kwargs.get("non_blocking") or any(arg is True for arg in args[1:]))
-
-
-def _is_known_to_the_device(index: Any) -> bool:
-    """Whether an index has a part whose value, or number of hits, the host has to ask the device for; or one that has
-    to be brought there."""
-    import torch
-
-    for each in index if isinstance(index, tuple) else (index,):  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(each, torch.Tensor):
-            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-                if each.dtype in (torch.bool, torch.uint8) or each.dim() == 0 or each.is_cpu:
-                    return True
-        elif not (each is None or each is Ellipsis or isinstance(each, (int, slice))):
-            return True
-    return False
