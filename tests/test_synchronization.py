@@ -422,6 +422,13 @@ def protocols() -> dict[str, object]:
     }
 
 
+def slots(kind: type[torch.Tensor]) -> dict[int, int | None]:
+    """The functions that C finds in a class: `typeslots.h`, of which 80 are in every version."""
+    function = ctypes.pythonapi.PyType_GetSlot
+    function.argtypes, function.restype = [ctypes.py_object, ctypes.c_int], ctypes.c_void_p
+    return {slot: function(kind, slot) for slot in range(1, 81)}
+
+
 @pytest.mark.parametrize("in_c", IN_C)
 @pytest.mark.parametrize("mode", ["on", "deep"])
 def test_to_c_a_tensor_is_what_it_was(in_c: bool, mode: str) -> None:
@@ -430,6 +437,43 @@ def test_to_c_a_tensor_is_what_it_was(in_c: bool, mode: str) -> None:
     with recording(native=in_c, sync=mode):
         assert protocols() == before
     assert protocols() == before
+
+
+@pytest.mark.skipif(True not in IN_C, reason="it is C that does it")
+def test_in_c_indices_are_looked_at_without_a_change_to_any_dict() -> None:
+    get, set_ = 5, 3  # Py_mp_subscript, Py_mp_ass_subscript
+
+    class Own(torch.Tensor):
+        def __getitem__(self, index: Any) -> Any:
+            return "my own"
+
+    there: list[type[torch.Tensor]] = [torch.Tensor, nn.Parameter, Before]
+    dicts = [dict(vars(kind)) for kind in (nn.Parameter, Before, Own, torch._C.TensorBase)]
+    before, own, base = slots(torch.Tensor), slots(Own), slots(torch._C.TensorBase)
+    with recording():
+
+        class Now(torch.Tensor):
+            """Made meanwhile."""
+
+        class OfBefore(Before):
+            """The same."""
+
+        there += [Now, OfBefore]
+        within = [slots(kind) for kind in there]
+        assert within[0][get] != before[get]
+        assert within[0][set_] != before[set_]
+        for kind, found in zip(there, within, strict=True):
+            expected = {**slots(kind), get: within[0][get], set_: within[0][set_]}
+            assert found == expected, kind
+        assert slots(Own)[get] == own[get]
+        assert torch.ones(2).as_subclass(Own)[0] == "my own"
+        assert slots(torch._C.TensorBase) == base
+        assert not {"__getitem__", "__setitem__", "__delitem__"} & vars(torch.Tensor).keys()
+        assert [dict(vars(kind)) for kind in (nn.Parameter, Before, Own, torch._C.TensorBase)] == dicts
+    assert slots(torch.Tensor) == before
+    assert slots(Own) == own
+    for kind in there:
+        assert (slots(kind)[get], slots(kind)[set_]) == (before[get], before[set_])
 
 
 # How the time is split.

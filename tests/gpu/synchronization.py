@@ -66,6 +66,7 @@ def _cases() -> list[Case]:
         ("Tensor.masked_select", lambda: x.masked_select(mask), False),
         ("Tensor.unique", lambda: x.unique(), False),
         ("Tensor.equal", lambda: x.equal(x), False),
+        ("Tensor.__getitem__", lambda: x[mask], False),
         ("Tensor.__repr__", lambda: repr(x), False),
         ("Tensor.__bool__", lambda: nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True), True),
         ("torch.cuda.synchronize", lambda: torch.cuda.synchronize(), True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import sys
 import threading
 from typing import Any
@@ -25,11 +26,17 @@ x = device.put(torch.arange(4.0) + 1)
 one = device.put(torch.tensor(1))
 flag = device.put(torch.tensor(True))
 mask = device.put(torch.tensor([True, False, True, False]))
+two = device.put(torch.ones(2))
 host = torch.zeros(4)
 
 
 parameter = nn.Parameter(device.put(torch.ones(4)))
 parameter.grad = device.put(torch.ones(4))
+
+
+class Before(torch.Tensor):
+    """A subclass that was there before anything was patched."""
+
 
 # Each on a line of its own: that is the line that its span must have.
 WAITS: list[tuple[str, Any]] = [
@@ -58,11 +65,27 @@ WAITS: list[tuple[str, Any]] = [
     ("Tensor.item", lambda: sum(v.item() for v in [one])),
 ]
 
+# Where there is no C, they are not seen.
+INDEXED: list[tuple[str, Any]] = [
+    ("Tensor.__getitem__", lambda: x[mask]),
+    ("Tensor.__getitem__", lambda: x[mask,]),
+    ("Tensor.__getitem__", lambda: x.__getitem__(mask)),
+    ("Tensor.__getitem__", lambda: torch.Tensor.__getitem__(x, mask)),
+    ("Tensor.__getitem__", lambda: parameter[mask]),
+    ("Tensor.__getitem__", lambda: x.as_subclass(Before)[mask]),
+    ("Tensor.__getitem__", lambda: x.as_subclass(type("Now", (torch.Tensor,), {}))[mask]),
+    ("Tensor.__getitem__", lambda: x.as_subclass(type("Now", (Before,), {}))[mask]),
+    ("Tensor.__setitem__", lambda: operator.setitem(x, mask, two)),
+    ("Tensor.__setitem__", lambda: x.__setitem__(mask, two)),
+]
+
 QUIET: list[tuple[str, Any]] = [
     ("on the device", lambda: x + x),
     ("a cast", lambda: x.to(torch.float64)),
     ("an index", lambda: x[0]),
     ("a slice", lambda: x[1:3]),
+    ("an element that is set", lambda: operator.setitem(x, 0, 1.0)),
+    ("a mask that is filled", lambda: operator.setitem(x, mask, 1.0)),
     ("a copy on the device", lambda: x.copy_(x + 1)),
     ("a copy that is not waited for", lambda: host.to(on_device, non_blocking=True)),
     ("on the CPU", lambda: (host.tolist(), host[host > 0], host.to(torch.float64), host[0].item(), host.cpu())),
@@ -174,6 +197,8 @@ if __name__ == "__main__":
     # A machine that is busy may come to wait only when the kernel is done: with no least time that is a span as well.
     # In Python the hot methods are recorded in the deep mode only.
     form: dict[str, Any] = {"native": native, "sync": "on" if native else "deep"}
+    if native:
+        WAITS += INDEXED
     result = {
         "long": run(WAITS, KERNEL_S, sync_min_ms=0, **form),
         "short": run(WAITS, 0.0, sync_min_ms=60_000, **form),

@@ -20,8 +20,11 @@ NAME = "standin"
 _held: dict[int, tuple[torch.Tensor, Any]] = {}
 """By storage, which what is detached shares: the values, on the CPU. For ever."""
 _READS = frozenset(
-    {"aten::_local_scalar_dense", "aten::equal", "aten::masked_select", "aten::nonzero", "aten::_unique2"}
-)
+    {
+        "aten::_local_scalar_dense", "aten::equal", "aten::masked_select", "aten::nonzero", "aten::_unique2",
+        "aten::_index_put_impl_",
+    }
+)  # fmt: skip
 
 waits: list[tuple[int, int]] = []
 """Every wait: (start, end), readings of time.perf_counter_ns."""

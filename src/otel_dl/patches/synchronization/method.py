@@ -31,9 +31,7 @@ class Form(IntEnum):
     """The tensor is not on the CPU."""
     MOVES = 1
     """An argument names another place than the tensor's."""
-    INDEXES = 2
-    """The tensor is not on the CPU, and the index is more than numbers and slices."""
-    ALWAYS = 3
+    ALWAYS = 2
 
 
 class Method:
@@ -91,15 +89,29 @@ def is_fast(waiting: Waiting) -> bool:
 
 def replace(waiting: Waiting, owner: Any, name: str, form: Form, waits: Callable[..., Any]) -> None:
     """Puts `waits` in the place of the method of this `name`."""
+    waiting.patches.replace(owner, name, _method(waiting, getattr(owner, name), form, waits))
+
+
+def replace_subscripts(waiting: Waiting, reads: Callable[..., Any], writes: Callable[..., Any]) -> None:
+    """Calls `reads` for `x[index]` and `writes` for `x[index] = value`, where the tensor is not on the CPU and the
+    index is more than numbers and slices. Only where there is C: `__getitem__` can't be in the class's dict."""
+    import torch
+
+    ours = [
+        _method(waiting, getattr(torch.Tensor, name), Form.READS, waits)
+        for name, waits in (("__getitem__", reads), ("__setitem__", writes))
+    ]
+    waiting.patches.when_restored(lambda after_fault: native.hooks.swap_subscripts())
+    native.hooks.swap_subscripts(*ours)
+
+
+def _method(waiting: Waiting, original: Any, form: Form, waits: Callable[..., Any]) -> Any:
     import torch
 
     c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    original: Any = getattr(owner, name)
     flag = c.TensorBase.__dict__["is_cpu"]
     in_c = native.hook("Method", waiting.run.settings.native)
     if in_c is None:
-        method: Any = Method(original, waits, form, c._has_torch_function_unary, flag)
-    else:
-        harmless = (torch.dtype, torch.memory_format)
-        method = in_c(original, waits, int(form), c._has_torch_function_unary, flag, harmless, torch.device("cpu"))
-    waiting.patches.replace(owner, name, method)
+        return Method(original, waits, form, c._has_torch_function_unary, flag)
+    harmless = (torch.dtype, torch.memory_format)
+    return in_c(original, waits, int(form), c._has_torch_function_unary, flag, harmless, torch.device("cpu"))
