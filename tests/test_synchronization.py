@@ -183,6 +183,8 @@ def test_without_a_driver_synchronize_raises_as_ever() -> None:
 
 
 NAMES = [*tensor.READ, *tensor.COMPUTED, "cuda", "to", "copy_"]
+PYTHONS = ("__format__", "__repr__", "unique", "unique_consecutive")
+"""Functions of torch's that are written in Python."""
 
 
 @pytest.mark.parametrize("in_c", IN_C)
@@ -190,13 +192,33 @@ class TestUnseen:
     @pytest.fixture(autouse=True)
     def _recording(self, in_c: bool) -> Iterator[None]:
         self.originals = {name: getattr(torch.Tensor, name) for name in NAMES}
+        self.static = {name: vars(torch.Tensor).get(name) for name in NAMES}
         with recording(native=in_c, sync="deep" if not in_c else "on") as recorded:
             self.recorded = recorded
             yield
         assert {name: getattr(torch.Tensor, name) for name in NAMES} == self.originals
 
-    def test_they_are_patched(self) -> None:
-        assert set(NAMES) <= vars(torch.Tensor).keys()
+    def test_in_the_dict_of_the_class_stands_only_what_can_be_nowhere_else(self, in_c: bool) -> None:
+        changed = {name for name in NAMES if vars(torch.Tensor).get(name) is not self.static[name]}
+        assert changed == ({name for name in NAMES if name in PYTHONS} if in_c else set(NAMES))
+
+    @pytest.mark.parametrize("name", ["item", "to", "cpu", "nonzero"])
+    def test_what_is_bound_to_any_tensor_is_of_the_same_kind(self, name: str, in_c: bool) -> None:
+        if not in_c:
+            pytest.skip("in Python a tensor on a device is bound by a method of ours")
+        bound = [getattr(torch.ones(2, device=device), name) for device in ("cpu", "meta")]
+        self.recorded.finish()
+        for within in bound:
+            without = getattr(within.__self__, name)
+            assert (type(within), within.__qualname__) == (type(without), without.__qualname__)
+
+    def test_what_was_bound_before_it_is_taken_back_works_on(self) -> None:
+        item, to, meta = torch.ones(()).item, torch.ones(2).to, torch.ones((), device="meta").item
+        self.recorded.finish()
+        assert item() == 1.0
+        assert to(torch.float64).dtype == to(dtype=torch.float64).dtype == torch.float64
+        with pytest.raises(RuntimeError):
+            meta()
 
     def test_to_the_class_each_is_the_object_that_it_was(self) -> None:
         for _ in range(1000):  # the interpreter looks names up in another way once it knows them

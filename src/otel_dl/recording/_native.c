@@ -1438,7 +1438,6 @@ enum { METHOD_READS, METHOD_MOVES, METHOD_ALWAYS };
 
 typedef struct {
     PyObject_HEAD
-    vectorcallfunc vectorcall;
     PyObject *original;
     PyObject *waits;
     PyObject *overrides; /* torch._C._has_torch_function_unary */
@@ -1490,25 +1489,29 @@ method_stays(Method *self, PyObject *argument, int on_cpu)
     return on_cpu && PyObject_TypeCheck(argument, PyDescr_TYPE(self->is_cpu)) ? method_on_cpu(self, argument) : 0;
 }
 
-/* Of a method whose arguments matter as well: `to`, `copy_`. */
-static PyObject *
-method_call(Method *self, PyObject *const *args, size_t nargsf, PyObject *names)
+/* Whether a call can't wait; -1 with an exception. Of `to` and `copy_` the arguments matter as well. */
+static int
+method_is_plain(Method *self, PyObject *tensor, PyObject *args, PyObject *kwargs)
 {
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    Py_ssize_t all = count + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
-    int plain = 0;
-    if (count > 0) {
-        int on_cpu = plain = method_on_cpu(self, args[0]);
-        if (on_cpu >= 0) {
-            plain = 1;
-            for (Py_ssize_t i = 1; plain == 1 && i < all; i++)
-                plain = method_stays(self, args[i], on_cpu);
-        }
-        if (plain < 0)
-            return NULL;
-    }
-    return PyObject_Vectorcall(plain ? self->original : self->waits, args, nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET,
-                               names);
+    if (self->form == METHOD_ALWAYS)
+        return 0;
+    int on_cpu = method_on_cpu(self, tensor);
+    if (self->form != METHOD_MOVES || on_cpu < 0)
+        return on_cpu;
+    int plain = 1;
+    for (Py_ssize_t i = 0; plain == 1 && args != NULL && i < PyTuple_GET_SIZE(args); i++)
+        plain = method_stays(self, PyTuple_GET_ITEM(args, i), on_cpu);
+    Py_ssize_t at = 0;
+    PyObject *value;
+    while (plain == 1 && kwargs != NULL && PyDict_Next(kwargs, &at, NULL, &value))
+        plain = method_stays(self, value, on_cpu);
+    return plain;
+}
+
+static PyObject *
+method_call(Method *self, PyObject *args, PyObject *kwargs)
+{
+    return PyObject_Call(self->waits, args, kwargs);
 }
 
 static PyObject *
@@ -1522,7 +1525,7 @@ method_bind(Method *self, PyObject *instance, PyObject *owner)
         if (on_cpu != 0)
             return on_cpu < 0 ? NULL : bind(self->original, instance, owner);
     }
-    return PyMethod_New(self->form == METHOD_MOVES ? (PyObject *)self : self->waits, instance);
+    return PyMethod_New(self->waits, instance);
 }
 
 static PyObject *
@@ -1551,7 +1554,6 @@ method_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Method *self = (Method *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->vectorcall = (vectorcallfunc)method_call;
     self->original = Py_NewRef(original);
     self->waits = Py_NewRef(waits);
     self->overrides = Py_NewRef(overrides);
@@ -1586,10 +1588,9 @@ method_dealloc(Method *self)
 static PyTypeObject MethodType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "otel_dl.recording._native.Method",
     .tp_basicsize = sizeof(Method),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = method_new,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Method, vectorcall),
+    .tp_call = (ternaryfunc)method_call,
     .tp_getattro = method_getattro,
     .tp_descr_get = (descrgetfunc)method_bind,
     .tp_traverse = (traverseproc)method_traverse,
@@ -1737,7 +1738,118 @@ swap_subscripts(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {{"subscript", subscript, METH_VARARGS, NULL},
+/* A method that is written in C is a descriptor, which finds its function in a PyMethodDef. That one is changed, for a copy
+ * with a function of ours: the descriptor, what is bound of it, and the class's dict stay what they were. A function can
+ * only tell by itself which method it stands for, so there is one for each. Nothing of it ever goes: what was bound before
+ * it was taken back keeps the copy. */
+
+#define EACH(_)                                                                                                        \
+    _(0) _(1) _(2) _(3) _(4) _(5) _(6) _(7) _(8) _(9) _(10) _(11) _(12) _(13) _(14) _(15)                              \
+    _(16) _(17) _(18) _(19) _(20) _(21) _(22) _(23) _(24) _(25) _(26) _(27) _(28) _(29) _(30) _(31)
+enum { SWAPPED = 32 };
+
+static struct {
+    PyMethodDescrObject *descriptor; /* NULL: free */
+    PyMethodDef *theirs;
+    PyMethodDef ours;
+    Method *method; /* NULL: nobody wants to know */
+} swapped[SWAPPED];
+
+static PyObject *
+swapped_call(int which, PyObject *tensor, PyObject *args, PyObject *kwargs)
+{
+    PyMethodDef *theirs = swapped[which].theirs;
+    Method *method = (Method *)Py_XNewRef((PyObject *)swapped[which].method);
+    int plain = method == NULL ? 1 : method_is_plain(method, tensor, args, kwargs);
+    PyObject *result = NULL;
+    if (plain == 0) {
+        PyObject *bound = PyMethod_New(method->waits, tensor);
+        if (bound != NULL)
+            result = args == NULL ? PyObject_CallNoArgs(bound) : PyObject_Call(bound, args, kwargs);
+        Py_XDECREF(bound);
+    } else if (plain > 0) {
+        result = theirs->ml_flags == METH_NOARGS
+                     ? theirs->ml_meth(tensor, NULL)
+                     : ((PyCFunctionWithKeywords)(void (*)(void))theirs->ml_meth)(tensor, args, kwargs);
+    }
+    Py_XDECREF(method);
+    return result;
+}
+
+#define ONE(i)                                                                                                         \
+    static PyObject *swapped_alone_##i(PyObject *tensor, PyObject *none) { return swapped_call(i, tensor, NULL, NULL); } \
+    static PyObject *swapped_keywords_##i(PyObject *tensor, PyObject *args, PyObject *kwargs)                          \
+    {                                                                                                                  \
+        return swapped_call(i, tensor, args, kwargs);                                                                  \
+    }
+EACH(ONE)
+#undef ONE
+#define ONE(i) {swapped_alone_##i, (PyCFunction)(void (*)(void))swapped_keywords_##i},
+static const struct {
+    PyCFunction alone, keywords;
+} swapped_functions[SWAPPED] = {EACH(ONE)};
+#undef ONE
+#undef EACH
+
+/* The index of what stands for a descriptor, or -1. */
+static int
+swapped_find(PyObject *descriptor, int may_be_free)
+{
+    for (int i = 0; i < SWAPPED; i++) {
+        if (swapped[i].descriptor == (PyMethodDescrObject *)descriptor || (may_be_free && swapped[i].descriptor == NULL))
+            return i;
+    }
+    return -1;
+}
+
+/* own_method(descriptor): another one for the same method, which calls torch's function whoever is asked of the first;
+ * None: it can't be swapped. */
+static PyObject *
+own_method(PyObject *self, PyObject *descriptor)
+{
+    if (Py_TYPE(descriptor) != &PyMethodDescr_Type)
+        Py_RETURN_NONE;
+    int found = swapped_find(descriptor, 0);
+    PyMethodDef *theirs = found < 0 ? ((PyMethodDescrObject *)descriptor)->d_method : swapped[found].theirs;
+    if (theirs->ml_flags != METH_NOARGS && theirs->ml_flags != (METH_VARARGS | METH_KEYWORDS))
+        Py_RETURN_NONE;
+    if (swapped_find(descriptor, 1) < 0)
+        Py_RETURN_NONE;
+    return PyDescr_NewMethod(PyDescr_TYPE(descriptor), theirs);
+}
+
+/* swap_method(descriptor, method): it decides, and its `waits` is called, from now on; without, torch's function is put
+ * back. For what `own_method` gave one. */
+static PyObject *
+swap_method(PyObject *self, PyObject *args)
+{
+    PyMethodDescrObject *descriptor;
+    Method *method = NULL;
+    if (!PyArg_ParseTuple(args, "O!|O!", &PyMethodDescr_Type, &descriptor, &MethodType, &method))
+        return NULL;
+    int which = swapped_find((PyObject *)descriptor, method != NULL);
+    if (which < 0) {
+        PyErr_SetString(PyExc_ValueError, "it is not swapped, or there is no room for it");
+        return NULL;
+    }
+    if (swapped[which].descriptor == NULL) {
+        int alone = descriptor->d_method->ml_flags == METH_NOARGS;
+        swapped[which].theirs = descriptor->d_method;
+        swapped[which].ours = *descriptor->d_method;
+        swapped[which].ours.ml_meth = alone ? swapped_functions[which].alone : swapped_functions[which].keywords;
+        swapped[which].descriptor = (PyMethodDescrObject *)Py_NewRef((PyObject *)descriptor);
+    }
+    Py_XINCREF(method);
+    Py_XSETREF(swapped[which].method, method);
+    PyMethodDef *ours = &swapped[which].ours, *theirs = swapped[which].theirs;
+    if (descriptor->d_method == (method != NULL ? theirs : ours))
+        descriptor->d_method = method != NULL ? ours : theirs;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {{"own_method", own_method, METH_O, NULL},
+                                  {"swap_method", swap_method, METH_VARARGS, NULL},
+                                  {"subscript", subscript, METH_VARARGS, NULL},
                                   {"swap_subscripts", swap_subscripts, METH_VARARGS, NULL},
                                   {NULL}};
 

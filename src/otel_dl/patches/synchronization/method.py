@@ -1,10 +1,13 @@
 """What stands in the place of a method of `torch.Tensor`, so that nobody can tell but who waits.
 
+With C, what is written in C (all but printing and `unique`) is swapped behind its descriptor, and `x[mask]` behind the
+slots of the classes (`_native.c`): no dict is changed. For the others, and without C, there is `Method`.
+
 A function there would be what torch hands to `__torch_function__`, and what `torch.Tensor.item` is: tables of the
 user's and of torch's (`UninitializedTensorMixin._allowed_methods`, torchvision's tv_tensors), made before, would not
 have it. So asked of the class it is the original, the identical object; a tensor on the CPU gets the original as well,
 and only one that can wait gets a function of ours. torch then calls the original: what is overridden fires once.
-`_native.c` has the same as `Method`, for a flag test's cost; in Python it costs 0.25 us a call.
+`_native.c` has the same as `Method`; in Python it costs 0.25 us a call.
 """
 
 from __future__ import annotations
@@ -87,9 +90,17 @@ def is_fast(waiting: Waiting) -> bool:
     return native.hook("Method", waiting.run.settings.native) is not None
 
 
-def replace(waiting: Waiting, owner: Any, name: str, form: Form, waits: Callable[..., Any]) -> None:
-    """Puts `waits` in the place of the method of this `name`."""
-    waiting.patches.replace(owner, name, _method(waiting, getattr(owner, name), form, waits))
+def replace(waiting: Waiting, name: str, form: Form, around: Callable[[Any], Callable[..., Any]]) -> None:
+    """Puts what `around` makes of the method of `torch.Tensor` of this `name` in its place."""
+    import torch
+
+    original: Any = getattr(torch.Tensor, name)
+    own: Any = native.hooks.own_method(original) if is_fast(waiting) else None
+    if own is None:
+        waiting.patches.replace(torch.Tensor, name, _method(waiting, original, form, around(original)))
+        return
+    waiting.patches.when_restored(lambda after_fault: native.hooks.swap_method(original))
+    native.hooks.swap_method(original, _method(waiting, own, form, around(own)))
 
 
 def replace_subscripts(waiting: Waiting, reads: Callable[..., Any], writes: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ and `record` make the device wait, not the host. What C++ calls itself, and func
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.patches.synchronization import method
@@ -48,8 +49,6 @@ def device_of(tensor: Any) -> Any:
 
 
 def install(waiting: Waiting) -> None:
-    import torch
-
     def own(args: Args, kwargs: Keywords, result: Any) -> Any:
         return device_of(args[0])
 
@@ -57,11 +56,10 @@ def install(waiting: Waiting) -> None:
         return device_of(args[0]) if _is_known_to_the_device(args[1]) else None
 
     def patch(name: str, form: Form, device: Any, does: Does, counts: Any = None) -> None:
-        original = getattr(owner, name)
         keywords = {} if counts is None else {"counts": counts}
-        method.replace(waiting, owner, name, form, waiting.around(f"Tensor.{name}", original, device, does, **keywords))
+        around = functools.partial(waiting.around, f"Tensor.{name}", device=device, does=does, **keywords)
+        method.replace(waiting, name, form, around)
 
-    owner: Any = torch.Tensor
     method.leave_to_dynamo(waiting.patches)
     for name in READ:
         patch(name, Form.READS, own, Does.COPIES)
