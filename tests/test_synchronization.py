@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import itertools
 import json
 import operator
 import os
@@ -28,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otel_dl
-from otel_dl.patches.synchronization import split, tensor
+from otel_dl.patches.synchronization import split, tensor, waiting
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
 
@@ -496,6 +497,19 @@ def test_in_c_indices_are_looked_at_without_a_change_to_any_dict() -> None:
     assert slots(Own) == own
     for kind in there:
         assert (slots(kind)[get], slots(kind)[set_]) == (before[get], before[set_])
+
+
+@pytest.mark.parametrize("work", [lambda x: x[x > 1], lambda x: x.masked_select(x > 1)])
+def test_a_fault_of_ours_takes_it_back_from_within(work: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, zeros = slots(torch.Tensor), iter([0] * 5)
+    fails = map(operator.truediv, itertools.repeat(1), zeros)  # without a frame, which would be somebody else's
+    mine = torch.arange(4.0).as_subclass(Before)  # it may override anything: what is called is ours
+    with recording():
+        monkeypatch.setattr(waiting, "clock", fails.__next__)
+        for _ in range(3):
+            assert torch.equal(work(mine), torch.tensor([2.0, 3.0]))
+        assert slots(torch.Tensor) == before
+    assert len(list(zeros)) == 4, "it failed once"
 
 
 # How the time is split.
