@@ -31,8 +31,8 @@ hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
 
 
 def hook(name: str, wanted: bool) -> Callable[..., Any] | None:
-    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put` or `Method` of `_native.c`, where there is C and it is
-    `wanted`."""
+    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put`, `Method` or `Follow` of `_native.c`, where there is C and
+    it is `wanted`."""
     return getattr(hooks, name) if hooks is not None and wanted else None
 
 
