@@ -27,7 +27,6 @@ import otel_dl
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
 
-
 pytestmark = pytest.mark.skipif(native.hooks is None, reason="convolutions are followed in C")
 
 
@@ -297,7 +296,8 @@ class TestFunctions:
             return str(torch.jit.trace(F.conv2d, (x, weight)).graph)
 
         x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-        without = traced()
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            without = traced()
         with convolving() as recorded:
             with otel_dl.step():
                 assert traced() == without

@@ -17,6 +17,7 @@ from otel_dl.recording import native
 pytestmark = pytest.mark.skipif(native.hooks is None, reason="nothing is compiled")
 
 ONE = torch.ones(1)
+ALPHA = {"alpha": 3}
 follow: Callable[..., Any] = getattr(native.hooks, "Follow", None)
 
 
@@ -49,7 +50,7 @@ def followed() -> Iterator[Followed]:
         (lambda: torch.add(ONE, 2), ((ONE, 2), None)),
         (lambda: torch.add(ONE, 2, alpha=3), ((ONE, 2), {"alpha": 3})),
         (lambda: torch.add(input=ONE, other=2), ((), {"input": ONE, "other": 2})),
-        (lambda: torch.add(*[ONE, 2], **{"alpha": 3}), ((ONE, 2), {"alpha": 3})),
+        (lambda: torch.add(*(ONE, 2), **ALPHA), ((ONE, 2), {"alpha": 3})),
         (lambda: functools.partial(torch.add, ONE)(2), ((ONE, 2), None)),
         (lambda: next(map(torch.add, [ONE], [2])), ((ONE, 2), None)),
     ],

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from otel_dl.recording import native
+
 _forms = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in FORMS]
 
 

@@ -186,9 +186,7 @@ class Watch:
                 node.register_prehook(backward.begin)
                 node.register_hook(backward.end)
 
-    def _failed(
-        self, form: Form, former: Form | None, warm: bool, start: int, end: int, error: BaseException
-    ) -> None:
+    def _failed(self, form: Form, former: Form | None, warm: bool, start: int, end: int, error: BaseException) -> None:
         """torch caches no plan that has not run."""
         if self._thread.backward is not None:
             self._thread.backward.recomputed(end)
