@@ -110,7 +110,7 @@ class Watch:
         self._on = False
         """Whether benchmark was on at any convolution by cuDNN so far."""
 
-    def begin(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Ended | None:
+    def begin(self, operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Ended | None:
         """Before torch's function is called with these arguments, while benchmark is on, or has been: what is called
         once it has returned or raised, None where there is nothing to say about the call."""
         try:
@@ -119,7 +119,7 @@ class Watch:
             self._patches.fault(error)
             return None
 
-    def _begin(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ended | None:
+    def _begin(self, operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ended | None:
         if self._overridden(args) or (kwargs and self._overridden((*kwargs.values(),))):
             return None  # who overrides it makes the call that runs, or none
         if self._traced() is not None:
