@@ -506,6 +506,15 @@ class TestBenchmark:
             assert told(recorded) == [[], []]
 
 
+def test_without_c_there_is_none_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "otel_dl"), convolving(native=False) as recorded:
+        assert not is_followed()
+        train([4, 4])
+        assert told(recorded) == [[], []]
+    (line,) = (record.getMessage() for record in caplog.records if "convolutions are not followed" in record.msg)
+    assert "OTEL_DL_NATIVE=false" in line
+
+
 class TestManyOfThem:
     def deep(self) -> nn.Sequential:
         return nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(40)))
