@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.convolving import convolving
+from support.convolving import convolving, is_followed
 from support.inprocess import Recorded, recording
 from support.loops import seed, sgd
 from support.validate import from_sdk, validate
@@ -23,7 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import otel_dl
+from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
+
+pytestmark = pytest.mark.skipif(native.hooks is None, reason="convolutions are followed in C")
 
 
 @pytest.fixture(autouse=True)
@@ -215,8 +219,7 @@ class TestWarmUp:
         without = [raised(call) for call in bad]
         with convolving():
             assert [raised(call) for call in bad] == without
-            assert torch.conv2d is F.conv2d, "no fault took the patch out"
-            assert type(torch.conv2d).__module__.startswith("otel_dl")
+            assert is_followed(), "no fault took the patch out"
 
 
 class TestFunctions:
@@ -281,25 +284,41 @@ class TestFunctions:
             train([4, 4], torch.compile(network(), backend="aot_eager"))  # type: ignore[arg-type]
             assert told(recorded) == [[], []]
 
-    def test_code_that_was_compiled_before_is_not_compiled_again_and_convolutions_are_not_followed(self) -> None:
-        if not hasattr(torch.compiler, "set_stance"):
-            pytest.skip("torch.compiler.set_stance is of torch 2.6")
-        model: Any = torch.compile(network(), backend="eager")
-        x = torch.randn(4, 3, 8, 8)
-        model(x)
-        with convolving() as recorded:
-            with torch.compiler.set_stance("fail_on_recompile"):
-                model(x)
-            train([4])
-            assert told(recorded) == [[]]
-        with torch.compiler.set_stance("fail_on_recompile"):
-            model(x)
-
     @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
     def test_scripted_code_does_not_pass_by(self) -> None:
         with convolving() as recorded:
             train([4, 4], torch.jit.script(network()))
             assert told(recorded) == [[], []]
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+    def test_what_is_traced_is_not_told_and_traced_as_it_is(self) -> None:
+        def traced() -> str:
+            return str(torch.jit.trace(F.conv2d, (x, weight)).graph)
+
+        x, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            without = traced()
+        with convolving() as recorded:
+            with otel_dl.step():
+                assert traced() == without
+                F.conv2d(x, weight)
+            (step,) = told(recorded)
+        assert step.count("conv2d*") == 1, "the calls by which torch checks what it traced may be told"
+
+    def test_a_mode_is_told_what_it_is_without(self) -> None:
+        class Mode(torch.overrides.TorchFunctionMode):
+            seen: list[tuple[Any, ...]] = []  # noqa: RUF012
+
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.seen.append((func is F.conv2d, types, len(args), kwargs, sys._getframe(1).f_code.co_name))
+                return func(*args, **(kwargs or {}))
+
+        def call(x: Tensor, weight: Tensor) -> Tensor:
+            with Mode():
+                return F.conv2d(x, weight)
+
+        assert self.calls(call) == ["conv2d*", "conv2d_backward_weight*"]
+        assert Mode.seen == [(True, (), 2, None, "call")]
 
     def test_fake_tensors_and_functorch_run_nothing_that_can_be_told(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -311,7 +330,7 @@ class TestFunctions:
                 torch.func.grad(lambda w: F.conv2d(torch.randn(1, 3, 8, 8), w).sum())(weight)
                 with FakeTensorMode():
                     F.conv2d(torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3))
-            assert type(torch.conv2d).__module__.startswith("otel_dl"), "no fault took the patch out"
+            assert is_followed(), "no fault took the patch out"
             assert told(recorded) == [[]]
 
 
@@ -341,7 +360,7 @@ def test_a_fault_of_ours_takes_the_patch_out_and_training_goes_on(
     with convolving():
         monkeypatch.setattr(broken, operator.concat)  # raises, and has no frame: to us a fault of our own
         assert weights() == without
-        assert type(torch.conv2d).__module__ == "builtins"
+        assert not is_followed()
     assert [record.args[0] for record in caplog.records if "a fault of ours" in record.msg] == ["convolutions"]  # type: ignore[index]
 
 
@@ -487,6 +506,15 @@ class TestBenchmark:
             assert told(recorded) == [[], []]
 
 
+def test_without_c_there_is_none_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "otel_dl"), convolving(native=False) as recorded:
+        assert not is_followed()
+        train([4, 4])
+        assert told(recorded) == [[], []]
+    (line,) = (record.getMessage() for record in caplog.records if "convolutions are not followed" in record.msg)
+    assert "OTEL_DL_NATIVE=false" in line
+
+
 class TestManyOfThem:
     def deep(self) -> nn.Sequential:
         return nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(40)))
@@ -544,6 +572,14 @@ class TestAutograd:
                 assert gradients() == without
         finally:
             gc.enable()
+
+    def test_a_tensor_given_by_name_is_not_kept(self) -> None:
+        with convolving():
+            x, w, bias = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
+            F.conv2d(input=x, weight=w, bias=bias)
+            kept = [weakref.ref(each) for each in (x, w, bias)]
+            del x, w, bias
+            assert [each() for each in kept] == [None] * 3
 
     def test_double_backward(self) -> None:
         def second() -> bytes:

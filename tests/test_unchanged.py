@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import pickle
 import pickletools
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,11 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.children import environment
+from support.convolving import is_followed
 from support.inprocess import recording
 from support.loops import FORMS, LONG, loader, network, seed, sgd, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+from otel_dl.recording import native
 
 _forms = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in FORMS]
 
@@ -311,9 +316,8 @@ class TestCompiling:
         without = self.counted(script, self)
         if hasattr(torch.compiler, "set_stance"):  # torch 2.4 passes by submodules that are compiled one by one
             assert without["unique graphs"] > 0
-        torch.compiler.reset()  # where something is compiled, convolutions are left alone
         with recording():
-            assert "otel_dl" in type(torch.conv2d).__module__
+            assert is_followed() or native.hooks is None
             assert self.counted(script, self) == without
 
     def test_as_in_a_process_without(self) -> None:
@@ -520,60 +524,108 @@ def test_what_torch_makes_of_a_model_is_the_same(
     model = make().eval()
     with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
         without = use(model)
-        torch.compiler.reset()
         with recording():
-            assert "otel_dl" in type(torch.conv2d).__module__
+            assert is_followed() or native.hooks is None
             assert use(model) == without
 
 
-SCRIPTED = """
-import copy, pickle, torch, warnings
+CONVOLUTIONS = """
+import copy, inspect, pickle, sys, torch, types, warnings
 warnings.simplefilter("ignore")
 from torch import nn
+from torch.fx.operator_schemas import normalize_function
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.functional import conv2d as taken_before
-import otel_dl
-otel_dl.instrument()
-from torch.nn.functional import conv2d as taken_after
+from torch.overrides import TorchFunctionMode
+
+BENCHMARK, RECORDED = (each == "True" for each in sys.argv[1:])
+torch.backends.cudnn.benchmark = BENCHMARK
+NAMES = [f"conv{form}{n}d" for form in ("", "_transpose") for n in (1, 2, 3)]
+before = [getattr(torch, name) for name in NAMES]
+TABLE = dict.fromkeys(before, 3.0)
+hashes = [hash(function) for function in before]
+x, weight = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2)
+
+class Duck:
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return cls.__name__, func is F.conv2d, [each.__name__ for each in types], len(args), kwargs
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func.__qualname__, func is F.conv2d, list(types), sys._getframe(1).f_code.co_name
 
 class Users(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ConvTranspose2d(3, 3, 3))
-        self.weight = nn.Parameter(torch.randn(3, 3, 3, 3))
+        self.layers = nn.Sequential(nn.Conv2d(1, 1, 2), nn.ConvTranspose2d(1, 1, 2))
+        self.table = TABLE
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.conv2d(self.layers(x), self.weight) + torch.conv2d(x, self.weight)
-        return taken_before(x, self.weight) + taken_after(x, self.weight)
+    def forward(self, x):
+        return F.conv2d(self.layers(x), torch.ones(1, 1, 2, 2)) * self.table[torch.conv2d]
 
-def same() -> None:
-    model, x = Users(), torch.randn(2, 3, 8, 8)
-    assert torch.equal(torch.jit.script(model)(x), model(x))
-    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
-    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
-    assert torch.equal(copy.deepcopy(model)(x), pickle.loads(pickle.dumps(model))(x))
-    for function in (F.conv2d, torch.conv2d, taken_before, taken_after):
-        assert F.conv2d == function and function == F.conv2d and hash(function) == hash(F.conv2d)
-        assert {function: 1}[F.conv2d] == {F.conv2d: 1}[function] == 1
-        assert pickle.loads(pickle.dumps(function)) == function and copy.deepcopy(function) == function
-        assert repr(function) == repr(taken_before)
-    assert F.conv2d is torch.conv2d
+def looked_at():
+    for name, function, code in zip(NAMES, before, hashes):
+        assert getattr(torch, name) is getattr(F, name) is function and hash(function) == code and TABLE[function] == 3
+        assert pickle.loads(pickle.dumps(function)) is copy.deepcopy(function) is function
+        assert inspect.isbuiltin(function) and type(function) is types.BuiltinFunctionType
+        print(function, function.__name__, function.__qualname__, function.__self__, function.__module__, dir(function))
+        print(function.__text_signature__, len(function.__doc__), torch.overrides.resolve_name(function))
+    print(F.conv2d(Duck(), weight), F.conv2d(x, weight=Duck()), F.conv2d(input=Duck(), weight=weight, stride=2))
+    with Mode():
+        print(F.conv2d(x, weight), F.conv2d(*(x,), **{'weight': weight}))
+    print(normalize_function(F.conv_transpose2d, (x, weight), normalize_to_only_use_kwargs=True))
+    model = Users().requires_grad_(False)
+    traced = torch.fx.symbolic_trace(model)
+    print(traced.graph, [node.target is F.conv2d for node in traced.graph.nodes])
+    print(torch.jit.trace(model, x).inlined_graph, torch.jit.script(nn.Conv2d(1, 1, 2)).code)
+    print(F.conv2d.__call__(x, weight), torch.vmap(F.conv2d, (0, None))(x[None], weight))
 
-assert type(F.conv2d).__module__.startswith("otel_dl")
-same()
-otel_dl.uninstrument()
-assert F.conv2d is torch.conv2d is taken_before
-same()
-print("the same")
+def compiled():
+    graphs = [0]
+
+    def backend(module, inputs):
+        graphs[0] += 1
+        print(len(torch._guards.TracingContext.get().guards_context.dynamo_guards))
+        return module
+
+    model = torch.compile(Users(), backend=backend, fullgraph=True)
+    return lambda: (model(x), graphs[0])[1]
+
+model = compiled()
+print("graphs", model())
+looked_at()
+if RECORDED:
+    import otel_dl
+    otel_dl.instrument()
+    from support.convolving import is_followed
+    from otel_dl.recording import native
+    assert is_followed() or native.hooks is None
+print("graphs", model())
+looked_at()
+print("graphs", compiled()())
+if RECORDED:
+    otel_dl.uninstrument()
+print("graphs", model())
+looked_at()
 """
 
 
-def test_convolutions_are_scripted_pickled_and_compared_in_a_fresh_process(tmp_path: Path) -> None:
-    """torch.jit keeps the types it has made: only the first time shows."""
+@pytest.mark.parametrize("benchmark", [False, True], ids=["", "benchmark"])
+def test_nothing_of_the_convolutions_shows(benchmark: bool, tmp_path: Path) -> None:
+    """In a fresh process, for torch keeps what it has found out about a function: only the first time shows."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPTED)
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment({}), capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.stdout == "the same\n", done.stderr
+    script.write_text(CONVOLUTIONS)
+
+    def printed(recorded: bool) -> str:
+        done = subprocess.run(
+            [sys.executable, str(script), str(benchmark), str(recorded)],
+            env=environment({"PYTHONPATH": os.pathsep.join(sys.path)}),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        return re.sub(r" at 0x[0-9a-f]+", "", done.stdout)
+
+    assert printed(recorded=True) == printed(recorded=False)

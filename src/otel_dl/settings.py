@@ -195,7 +195,10 @@ class Settings:
         "true: steps and phases are NVTX ranges too, for Nsight Systems (a CUDA build of torch)",
     )
     native: bool = _setting(
-        True, "OTEL_DL_NATIVE", BOOLEAN, "false: ordinary events are recorded in Python, not in C; the same comes out"
+        True,
+        "OTEL_DL_NATIVE",
+        BOOLEAN,
+        "false: ordinary events are recorded in Python, not in C; convolutions are not followed",
     )
 
     @classmethod

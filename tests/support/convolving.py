@@ -6,7 +6,7 @@ What is asked of it is what `calls.Device` asks of CUDA. A convolution on the CP
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import torch
 from support.inprocess import Recorded, recording
 
 from otel_dl.patches.cudnn import calls
+from otel_dl.recording import native
 from otel_dl.recording.keep import Head
 
 
@@ -25,6 +26,17 @@ class OnTheCpu(calls.Device):
 
     def uses_cudnn(self, operation: calls.Operation, arguments: Mapping[str, Any], call: calls.Call) -> bool:
         return True
+
+
+def is_followed(function: Callable[..., Any] = torch.conv2d) -> bool:
+    """Whether the calls of this function of torch's are. Nothing of it shows that; it can't be followed twice."""
+    if native.hooks is None:
+        return False
+    try:
+        native.hooks.Follow(function, bool, bool).restore()
+    except TypeError:
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 The hooks of `_native` record the ordinary event themselves and hand everything else to a Python function; without them
 (no C compiler at installation, `OTEL_DL_NATIVE=false`) that function is what stands in the attribute, and the same
-comes out of it.
+comes out of it. `Follow` alone, for convolutions, has nothing in its place.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
 
 
 def hook(name: str, wanted: bool) -> Callable[..., Any] | None:
-    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put` or `Method` of `_native.c`, where there is C and it is
-    `wanted`."""
+    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put`, `Method` or `Follow` of `_native.c`, where there is C and
+    it is `wanted`."""
     return getattr(hooks, name) if hooks is not None and wanted else None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.patches.cudnn import keys
@@ -28,7 +29,12 @@ _KNOWN: Final = 10_000
 """Forms of calls that a thread remembers at most."""
 _MODULES: Final = 4_096
 """Weights of which it is remembered what they were last used with."""
+_TENSORS: Final = ("input", "weight", "bias")
 _NODE: Final = "ConvolutionBackward0"
+
+
+Ended = Callable[[Any, BaseException | None], None]
+"""(the result, None) or (None, what was raised)."""
 
 
 class Form:
@@ -96,36 +102,57 @@ class Watch:
         self._parameter = torch.nn.Parameter
         self._dispatch: Any = getattr(torch.Tensor, "__torch_dispatch__", None)
         self._plain: dict[Any, bool] = {torch.Tensor: True, torch.nn.Parameter: True}
-        self.on = False
+        c: Any = vars(torch)["_C"]
+        self._overridden: Callable[[tuple[Any, ...]], bool] = torch.overrides.has_torch_function
+        self._traced: Callable[[], object] = c._get_tracing_state
+        self.followed: list[Any] = []
+        """torch's functions, as `Follow` of `_native.c`."""
+        self._on = False
         """Whether benchmark was on at any convolution by cuDNN so far."""
 
-    def call(
-        self, operation: Operation, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """`original` with these arguments, followed. Called while benchmark is on, or has been."""
-        form = former = None
-        benchmark = known = False
+    def begin(self, operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Ended | None:
+        """Before torch's function is called with these arguments, while benchmark is on, or has been: what is called
+        once it has returned or raised, None where there is nothing to say about the call."""
         try:
-            form = self._form(operation, args, kwargs)
-            if form is not None and form.call is not None:
-                self.on = True
-                benchmark = self._benchmark()
-                known = self._thread.plans.find(form.keys[FORWARD])
-                former = self._used(args[1] if len(args) > 1 else kwargs["weight"], form)
+            return self._begin(operation, args, kwargs or {})
         except BaseException as error:
             self._patches.fault(error)
-            form = None
+            return None
+
+    def _begin(self, operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ended | None:
+        if self._overridden(args) or (kwargs and self._overridden((*kwargs.values(),))):
+            return None  # who overrides it makes the call that runs, or none
+        if self._traced() is not None:
+            return None  # the sizes of what is traced are traced as well
+        form = self._form(operation, args, kwargs)
         if form is None or form.call is None:
-            return original(*args, **kwargs)
-        start = clock()
-        try:
-            result = original(*args, **kwargs)
-        except BaseException as error:
-            self._patches.guard(self._failed, form, former, benchmark and not known, start, error)
-            raise
+            return None
+        if not self._on:
+            self._on = True
+            for followed in self.followed:
+                followed.always = True
+        known = self._thread.plans.find(form.keys[FORWARD])
+        former = self._used(args[1] if len(args) > 1 else kwargs["weight"], form)
+        return partial(self._end, form, former, self._benchmark(), known, clock())
+
+    def _end(
+        self,
+        form: Form,
+        former: Form | None,
+        benchmark: bool,
+        known: bool,
+        start: int,
+        result: Any,
+        error: BaseException | None,
+    ) -> None:
         end = clock()
-        self._patches.guard(self._done, form, former, benchmark, known, start, end, result)
-        return result
+        try:
+            if error is None:
+                self._done(form, former, benchmark, known, start, end, result)
+            else:
+                self._failed(form, former, benchmark and not known, start, end, error)
+        except BaseException as fault:
+            self._patches.fault(fault)
 
     def _used(self, weight: Any, form: Form) -> Form | None:
         """`weight` is used in this form now; how it was the last time. Only of parameters, which stay what they are."""
@@ -159,9 +186,8 @@ class Watch:
                 node.register_prehook(backward.begin)
                 node.register_hook(backward.end)
 
-    def _failed(self, form: Form, former: Form | None, warm: bool, start: int, error: BaseException) -> None:
+    def _failed(self, form: Form, former: Form | None, warm: bool, start: int, end: int, error: BaseException) -> None:
         """torch caches no plan that has not run."""
-        end = clock()
         if self._thread.backward is not None:
             self._thread.backward.recomputed(end)
         if warm and is_failure(error):
@@ -183,11 +209,12 @@ class Watch:
             return None
         flags = device.flags()
         try:
-            rest = (*args[3:], *kwargs.values()) if kwargs else args[3:]
+            # Without the tensors, which would be kept.
+            rest = (*args[3:], *((k, v) for k, v in kwargs.items() if k not in _TENSORS)) if kwargs else args[3:]
             like = (
                 operation, x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 31, x.requires_grad,
                 w.shape, w.stride(), w.dtype, w.data_ptr() & 31, w.requires_grad,
-                (*kwargs,) if kwargs else None, rest, flags,
+                rest, flags,
             )  # fmt: skip
         except RuntimeError:
             return None  # functorch's: what runs has other sizes
