@@ -16,14 +16,28 @@ if TYPE_CHECKING:
 def install(waiting: Waiting) -> None:
     import torch
 
+    originals: dict[Any, Any] = {}
     for name in ("cuda", "xpu", "mps", "accelerator"):
         module: Any = getattr(torch, name, None)  # torch.accelerator: from 2.6 on
-        if getattr(module, "synchronize", None) is not None:
+        original: Any = getattr(module, "synchronize", None)
+        if original is not None:
             _patch(waiting, module, f"torch.{name}.synchronize", _current(module, name))
+            originals[module.synchronize] = original
         for kind in ("Stream", "Event"):
             owner: Any = getattr(module, kind, None)
             if isinstance(owner, type) and "synchronize" in vars(owner):
                 _patch(waiting, owner, f"torch.{name}.{kind}.synchronize", _of_stream)
+
+    def dynamo_imported(device_interface: Any) -> None:
+        # Its classes keep what the functions are when it is imported: torch's own, as without us.
+        owners: list[Any] = [owner for owner in vars(device_interface).values() if isinstance(owner, type)]
+        for owner in owners:
+            kept: Any = vars(owner).get("synchronize")
+            original = originals.get(getattr(kept, "__func__", None))
+            if original is not None:
+                owner.synchronize = staticmethod(original)
+
+    waiting.patches.when_imported("torch._dynamo.device_interface", dynamo_imported)
 
 
 def _patch(waiting: Waiting, owner: Any, operation: str, device: Any) -> None:
