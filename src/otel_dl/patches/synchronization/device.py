@@ -30,9 +30,9 @@ def install(waiting: Waiting) -> None:
 
     def dynamo_imported(device_interface: Any) -> None:
         # Its classes keep what the functions are when it is imported: torch's own, as without us.
-        owners: list[Any] = [owner for owner in vars(device_interface).values() if isinstance(owner, type)]
-        for owner in owners:
-            kept: Any = vars(owner).get("synchronize")
+        values: list[Any] = [getattr(device_interface, name) for name in dir(device_interface)]
+        for owner in values:
+            kept: Any = getattr(owner, "__dict__", {}).get("synchronize")
             original = originals.get(getattr(kept, "__func__", None))
             if original is not None:
                 owner.synchronize = staticmethod(original)
