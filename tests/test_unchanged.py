@@ -320,6 +320,7 @@ class TestCompiling:
             assert is_followed() or native.hooks is None
             assert self.counted(script, self) == without
 
+    @pytest.mark.long
     def test_as_in_a_process_without(self) -> None:
         """Where torch.compile is imported together with otel-dl, what it is told for the whole process counts as well:
         in the test before it is told already."""
