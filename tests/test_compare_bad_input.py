@@ -133,6 +133,11 @@ class TestAnotherRun:
         assert "none of the steps that it shows was kept" in refused(trace, changed(profile, only_the_second))
 
 
+_ONE_OPERATION = (
+    b'{"baseTimeNanoseconds": %s, "traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 1, "tid": 1}]}'
+)
+
+
 class TestNoProfile:
     @pytest.mark.parametrize(
         ("content", "why"),
@@ -144,6 +149,13 @@ class TestNoProfile:
             (b'{"traceEvents": {"a": 1}}', "has no traceEvents"),
             (b'{"traceEvents": [1, "a", null, {}, {"ph": "X"}, {"ph": "X", "cat": "cpu_op"}]}', "has no operation"),
             (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": NaN, "dur": 1, "name": 3}]}', "has no operation"),
+            (_ONE_OPERATION % b"-1e30", "no time since 1970"),
+            (_ONE_OPERATION % b"1e300", "no time since 1970"),
+            (_ONE_OPERATION % b"NaN", "no time since 1970"),
+            (
+                b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1e300, "dur": 1, "name": "a"}]}',
+                "has no operation",
+            ),
             (b'{"traceEvents": [{"ph" "X", "cat": "cpu_op"}]}', "is not JSON at character 17"),
             (b"[" * 100_000, "is not JSON"),
             (b"\x00\xff\xfe" * 1000, "is not JSON"),

@@ -20,6 +20,7 @@ _ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS: Final = frozenset({"cuda_runtime", "cuda_driver", "privateuse1_runtime", "privateuse1_driver", "xpu_runtime"})
 _HOST: Final = frozenset({"cpu_op", "user_annotation"})
 _EPOCH_US: Final = 1e15
+_LATEST_NS: Final = 1 << 62
 """Microseconds since the epoch are more; those since a start of a computer less."""
 _OTHERS: Final = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
 
@@ -60,6 +61,8 @@ def _read(file: BinaryIO) -> Profile:
         raise ProfileError(f"has no operation in its {profile.events:,} events: it is no profile of torch.profiler")
     base = events.header.get("baseTimeNanoseconds")
     if isinstance(base, (int, float)):
+        if not 0 <= base < _LATEST_NS:  # nor NaN
+            raise ProfileError(f"says that its clock began at baseTimeNanoseconds = {base!r}: no time since 1970")
         profile.shift(int(base))
         profile.anchored = True
     else:
