@@ -10,6 +10,7 @@ import threading
 import time
 
 import otel_dl
+from otel_dl import session
 
 
 def main() -> None:
@@ -51,6 +52,11 @@ def main() -> None:
         thread.join()
         return
     elif case == "bereft":  # NCCL would wait in the same way: nothing of gloo's tells that a rank has died meanwhile
+        current = session.current()
+        assert current is not None
+        while rank == 0 and not current.ranks._statuses.has_found_all:
+            time.sleep(0.01)  # of a rank that dies before it could be found nothing can be read
+        dist.all_reduce(value)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.new_group()
