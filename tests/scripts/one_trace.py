@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import otel_dl
 
@@ -90,11 +91,21 @@ def train_unevenly(short: int, batches: int, every: int) -> None:
                 optimizer.zero_grad()
 
 
+def of_attempt() -> dict[str, Any]:
+    """After a restart, keys of its own. torchrun's store lives on, and gloo may read the address that a rank of the
+    attempt before has left there, where that rank comes late: torch 2.15 no longer puts the attempt before the keys
+    (torch/distributed/rendezvous.py, `_create_c10d_store`)."""
+    if not attempt:
+        return {}
+    served = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return {"store": dist.PrefixStore(f"/worker/attempt_{attempt}", served), "rank": rank, "world_size": world}
+
+
 def join() -> None:
     if "store" in options:
         dist.init_process_group("gloo", store=dist.FileStore(options["store"], world), rank=rank, world_size=world)
     else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=limit) if limit else None)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=limit) if limit else None, **of_attempt())
 
 
 if late_step >= 0 and rank != late_rank:
