@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -81,3 +83,13 @@ def test_the_network_trains() -> None:
     assert output.shape == (2, 3)
     output.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("part", ["device_time", "convolutions", "compilation", "synchronization"])
+def test_every_check_fills_the_one_table(part: str) -> None:
+    module = importlib.import_module(part)
+    assert module.CHECKS
+    for check in module.CHECKS:
+        (parameter,) = inspect.signature(check).parameters.values()
+        assert parameter.annotation == "Table", check

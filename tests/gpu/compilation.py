@@ -245,13 +245,14 @@ def costs_nothing(table: Table) -> None:
     table.at_most("added to a compiled call (median of 20 pairs)", statistics.median(added), 200, "ns")
 
 
-def check(table: Table) -> None:
-    compiles(table)
-    autotunes_inductors(table)
-    autotunes_a_users_kernel(table)
-    captures(table)
-    captures_of_inductors(table)
-    costs_nothing(table)
+CHECKS = (
+    compiles,
+    autotunes_inductors,
+    autotunes_a_users_kernel,
+    captures,
+    captures_of_inductors,
+    costs_nothing,
+)
 
 
 if __name__ == "__main__":

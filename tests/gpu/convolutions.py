@@ -1,33 +1,29 @@
 """cuDNN's autotuning on a real GPU: the calls that otel-dl predicts to tune against the time that they took.
 
-`check(table)` runs a fixed list of calls, each with the device idle before and after, and compares: every call that is
-predicted to tune is slow, and no other is. The times are the script's own.
-By itself: `python tests/gpu/convolutions.py`.
+A fixed list of calls is run, each with the device idle before and after: every call that is
+predicted to tune is slow, and no other is. The times are the script's own. One of the parts of `device.py`.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from support.inprocess import recording
+from table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+import otel_dl
 
 SLOW = 5.0
 """A call that tunes takes so many times the median of those that are not predicted to (it runs every plan that there
 is)."""
 
 T = TypeVar("T")
-Row = tuple[str, str, bool]
-"""What is claimed, what was found, whether it holds."""
 
 
 class Timed(NamedTuple):
@@ -91,10 +87,6 @@ def calls() -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 def run() -> list[Timed]:
     """Each call with its times, and what otel-dl says of it."""
-    from support.inprocess import recording
-
-    import otel_dl
-
     times: dict[str, tuple[float, float]] = {}
     with torch.backends.cudnn.flags(enabled=True, benchmark=True), recording() as recorded:
         torch.randn(64, 64, device="cuda").mm(torch.randn(64, 64, device="cuda")).sum().item()  # the device is set up
@@ -133,32 +125,24 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
     return result, (time.perf_counter() - start) * 1e3
 
 
-def check(table: list[Row]) -> None:
-    """Adds a row for each call; nothing without CUDA."""
-    if not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
-        return
+def what_is_predicted_to_tune_is_slow(table: Table) -> None:
     found = run()
     for name in dict.fromkeys(each.name.removesuffix(" again") for each in found):
         of_name = [each for each in found if each.name.removesuffix(" again") == name]
         for phase in ("forward", "backward"):
-            steady = sorted(getattr(each, f"{phase}_ms") for each in of_name[1:])[0]
+            steady = min(getattr(each, f"{phase}_ms") for each in of_name[1:])
             for each in of_name:
                 took, warm = getattr(each, f"{phase}_ms"), getattr(each, f"{phase}_warm")
-                slow = took > SLOW * steady
-                table.append(
-                    (
-                        f"cuDNN tunes: {each.name}, {phase}: {'yes' if warm else 'no'}",
-                        f"{took:.2f} ms, {took / steady:.1f} times the steady one",
-                        slow == warm,
-                    )
+                table.add(
+                    f"cuDNN tunes: {each.name}, {phase}: {'yes' if warm else 'no'}",
+                    f"{took:.2f} ms, {took / steady:.1f} times the steady one",
+                    f"{'more' if warm else 'less'} than {SLOW:g} times",
+                    warm == (took > SLOW * steady),
                 )
 
 
+CHECKS = (what_is_predicted_to_tune_is_slow,)
+
+
 if __name__ == "__main__":
-    rows: list[Row] = []
-    check(rows)
-    for claim, finding, holds in rows:
-        print(f"{'ok  ' if holds else 'MISS'} {claim:60} {finding}")
-    if not rows:
-        print("no CUDA here: nothing was checked")
-    sys.exit(not all(holds for *_, holds in rows))
+    raise SystemExit("One of the parts of device.py, which runs it.")

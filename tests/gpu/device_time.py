@@ -302,10 +302,11 @@ def overhead(table: Table) -> None:
                   statistics.median(shares) * 100, 1, "%")  # fmt: skip
 
 
-def check(table: Table) -> None:
-    against_the_profiler(table)
-    waiting_for_data(table)
-    never_waits(table)
-    captures(table)
-    memory(table)
-    overhead(table)
+CHECKS = (
+    against_the_profiler,
+    waiting_for_data,
+    never_waits,
+    captures,
+    memory,
+    overhead,
+)

@@ -186,11 +186,12 @@ def deep(table: Table) -> None:
               set(told.get(steps[2], [])) <= {"Tensor.item"})  # fmt: skip
 
 
-def check(table: Table) -> None:
-    each_waits_for_what_is_queued(table)
-    a_copy_is_told_from_waiting(table)
-    nothing_is_waited_for_on_top(table)
-    deep(table)
+CHECKS = (
+    each_waits_for_what_is_queued,
+    a_copy_is_told_from_waiting,
+    nothing_is_waited_for_on_top,
+    deep,
+)
 
 
 if __name__ == "__main__":
