@@ -70,6 +70,12 @@ def test_a_thread_that_is_busy_beside_hides_nothing(tmp_path: Path) -> None:
     assert found[0][0].attributes["dl.group.id"] == "0"
 
 
+def test_one_that_was_stopped_itself_accuses_nobody(tmp_path: Path) -> None:
+    found = stalls("stopped", 2, tmp_path)
+    assert missing(found) == {0: [[1]]}
+    assert "is stopped" in found[0][0].attributes["dl.missing.words"][0]
+
+
 def test_who_waits_for_a_rank_that_has_died_says_so_long_before_it_would_of_one_that_is_late(tmp_path: Path) -> None:
     waiting, dead = start("bereft", 2, tmp_path, stall_after=1_000)  # half the limit is 30 s
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -51,17 +52,31 @@ def main() -> None:
         dist.all_reduce(value)
         thread.join()
         return
+    elif case == "stopped":  # in the collective, in which the other one has to wait for it then
+        meet()
+        if rank == 1:
+            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"])
+        else:
+            time.sleep(0.6)
     elif case == "bereft":  # NCCL would wait in the same way: nothing of gloo's tells that a rank has died meanwhile
-        current = session.current()
-        assert current is not None
-        while rank == 0 and not current.ranks._statuses.has_found_all:
-            time.sleep(0.01)  # of a rank that dies before it could be found nothing can be read
-        dist.all_reduce(value)
+        meet()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.new_group()
         return
     dist.all_reduce(value)
+
+
+def meet() -> None:
+    """All ranks can read one another's pages: of one that is dead or stopped before it was found nothing is known."""
+    import torch
+    import torch.distributed as dist
+
+    current = session.current()
+    assert current is not None
+    while not current.ranks._statuses.has_found_all:
+        time.sleep(0.01)
+    dist.all_reduce(torch.ones(1))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ from otel_dl.ranks.store import JobStore, StoreGone
 TICK_S: Final = 1.0
 _RETRY_S: Final = 0.2
 _RETRY_MOST_S: Final = 5.0
+_STOPPED_S: Final = 2.0
+"""A look that comes so much too late: the process was stopped, or had no processor. What it waits in may have come
+meanwhile, and nobody has seen it yet."""
+_CATCH_UP_S: Final = 0.5
 _T = TypeVar("_T")
 
 
@@ -119,7 +123,10 @@ class Exchange:
                 if self.store is not None:
                     due, self._phase = due + self._phase, 0.0
                 self._attempt(self._tick)
-            if monotonic() >= look:
+            late = monotonic() - look
+            if late > _STOPPED_S:
+                look = monotonic() + _CATCH_UP_S
+            elif late >= 0:
                 look = monotonic() + (self._attempt(self._look) or TICK_S)
 
     def _connect(self) -> None:
