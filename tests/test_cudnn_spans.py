@@ -279,17 +279,6 @@ class TestFunctions:
             train([4, 4], nn.Sequential(Standardized(3, 4, 3), nn.Flatten()))
             assert [len(step) for step in told(recorded)] == [2, 2]
 
-    def test_compiled_code_does_not_pass_by(self) -> None:
-        with convolving() as recorded:
-            train([4, 4], torch.compile(network(), backend="aot_eager"))  # type: ignore[arg-type]
-            assert told(recorded) == [[], []]
-
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-    def test_scripted_code_does_not_pass_by(self) -> None:
-        with convolving() as recorded:
-            train([4, 4], torch.jit.script(network()))
-            assert told(recorded) == [[], []]
-
     @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
     def test_what_is_traced_is_not_told_and_traced_as_it_is(self) -> None:
         def traced() -> str:

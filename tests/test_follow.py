@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import sys
 import threading
 import weakref
@@ -22,12 +23,12 @@ follow: Callable[..., Any] = getattr(native.hooks, "Follow", None)
 
 
 class Followed:
-    """`torch.add`, and what was told of it."""
+    """A builtin, `torch.add` if no other, and what was told of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Any] = torch.add) -> None:
         self.open = True
         self.told: list[Any] = []
-        self.follow = follow(torch.add, lambda: self.open, self.begin)
+        self.follow = follow(function, lambda: self.open, self.begin)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         self.told.append((args, kwargs))
@@ -153,10 +154,25 @@ def test_it_is_followed_once_and_one_is_not_undone_by_the_other(followed: Follow
     assert (len(followed.told), len(second.told)) == (0, 2)
 
 
-@pytest.mark.parametrize("function", [len, print, "".join, torch.Tensor.add, lambda: None, torch.nn.Linear, None])
+@pytest.mark.parametrize("function", [len, "".join, torch.Tensor.add, lambda: None, torch.nn.Linear, None])
 def test_what_is_called_in_another_way_is_refused(function: Any) -> None:
     with pytest.raises(TypeError):
         follow(function, bool, print)
+
+
+def test_a_builtin_that_takes_an_array_has_its_own_vectorcall_again() -> None:
+    """pybind11 3 makes such ones; `print` is one."""
+    followed = Followed(print)
+    try:
+        print("a", end="", file=io.StringIO())
+        with pytest.raises(TypeError, match="'nothing' is an invalid keyword"):
+            print(nothing=1)
+    finally:
+        followed.follow.restore()
+    print("b", end="", file=io.StringIO())
+    begun, ended, failed, (result, error) = followed.told
+    assert (begun[0], ended, failed) == (("a",), (None, None), ((), {"nothing": 1}))
+    assert (result, type(error)) == (None, TypeError)
 
 
 def test_nothing_is_kept() -> None:

@@ -1855,8 +1855,9 @@ static PyMethodDef functions[] = {{"own_method", own_method, METH_O, NULL},
 
 /* Follow: the calls of a builtin of somebody else's are followed, and nothing of it can be seen.
  *
- * A builtin that takes a tuple and a dict has no `vectorcall`; once it has one, CPython calls that
- * (PyObject_Vectorcall, PyObject_Call; 3.10 to 3.14). All else about the object stays: which it is, its type and
+ * A builtin that takes a tuple and a dict has no `vectorcall` (torch's own, and those of pybind11 2); once it has one,
+ * CPython calls that (PyObject_Vectorcall, PyObject_Call; 3.10 to 3.14). One that takes an array and a tuple of names
+ * has its own (pybind11 3), which is called from ours. All else about the object stays: which it is, its type and
  * names, its method definition, of whose address its hash is made. One thing is lost: f(**{}) is f().
  *
  * `gate` says whether a call is worth a look. Then `begin` gets (args, kwargs or None) and returns None, or what is
@@ -1864,11 +1865,12 @@ static PyMethodDef functions[] = {{"own_method", own_method, METH_O, NULL},
  * (see `Patches.fault`), but for want of stack or memory.
  */
 
-enum { FOLLOW_MOST = 8 };
+enum { FOLLOW_MOST = 64 };
 
 typedef struct {
     PyObject_HEAD
     PyObject *function, *gate, *begin;
+    vectorcallfunc own; /* the builtin's, if it has one */
     char always; /* the gate is open whatever it says */
 } Follow;
 
@@ -1884,10 +1886,13 @@ follow_of(PyObject *function)
     return NULL;
 }
 
-/* As CPython calls a builtin that has no vectorcall. */
+/* As CPython calls a builtin that has no vectorcall, and one that has. */
 static PyObject *
-follow_original(PyObject *function, PyObject *args, PyObject *kwargs)
+follow_original(PyObject *function, vectorcallfunc own, PyObject *const *stack, size_t nargsf, PyObject *names,
+                PyObject *args, PyObject *kwargs)
 {
+    if (own != NULL)
+        return own(function, stack, nargsf, names);
     if (Py_EnterRecursiveCall(" while calling a Python object"))
         return NULL;
     PyObject *result = Py_TYPE(function)->tp_call(function, args, kwargs);
@@ -1960,6 +1965,8 @@ follow_call(PyObject *function, PyObject *const *stack, size_t nargsf, PyObject 
     PyObject *result = NULL, *end = NULL, *kwargs = NULL, *args = PyTuple_New(count);
     if (args == NULL)
         return NULL;
+    Follow *self = follow_of(function);
+    vectorcallfunc own = self != NULL ? self->own : ((PyCFunctionObject *)function)->vectorcall; /* as restored */
     for (Py_ssize_t i = 0; i < count; i++)
         PyTuple_SET_ITEM(args, i, Py_NewRef(stack[i]));
     Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
@@ -1971,7 +1978,7 @@ follow_call(PyObject *function, PyObject *const *stack, size_t nargsf, PyObject 
     }
     end = follow_begin(function, args, kwargs);
     if (end != NULL) {
-        result = follow_original(function, args, kwargs);
+        result = follow_original(function, own, stack, nargsf, names, args, kwargs);
         if (end != Py_None)
             result = follow_end(end, result);
     }
@@ -1990,9 +1997,11 @@ follow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OO", keywords, &PyCFunction_Type, &function, &gate, &begin))
         return NULL;
     int flags = PyCFunction_GET_FLAGS(function) & (METH_VARARGS | METH_KEYWORDS | METH_FASTCALL | METH_O | METH_NOARGS);
-    if (!PyCFunction_CheckExact(function) || flags != (METH_VARARGS | METH_KEYWORDS)
-        || ((PyCFunctionObject *)function)->vectorcall != NULL) {
-        PyErr_SetString(PyExc_TypeError, "it is no builtin that takes a tuple and a dict, or is followed already");
+    vectorcallfunc own = ((PyCFunctionObject *)function)->vectorcall;
+    int takes_tuple = flags == (METH_VARARGS | METH_KEYWORDS) && own == NULL;
+    int takes_array = flags == (METH_FASTCALL | METH_KEYWORDS) && own != NULL;
+    if (!PyCFunction_CheckExact(function) || own == follow_call || !(takes_tuple || takes_array)) {
+        PyErr_SetString(PyExc_TypeError, "it is no builtin that takes keywords, or is followed already");
         return NULL;
     }
     int free = 0;
@@ -2008,6 +2017,7 @@ follow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->function = Py_NewRef(function);
     self->gate = Py_NewRef(gate);
     self->begin = Py_NewRef(begin);
+    self->own = own;
     follow_all[free] = (Follow *)Py_NewRef((PyObject *)self);
     ((PyCFunctionObject *)function)->vectorcall = follow_call;
     return (PyObject *)self;
@@ -2021,7 +2031,7 @@ follow_restore(Follow *self, PyObject *Py_UNUSED(ignored))
         if (follow_all[i] == self) {
             PyCFunctionObject *function = (PyCFunctionObject *)self->function;
             if (function->vectorcall == follow_call)
-                function->vectorcall = NULL;
+                function->vectorcall = self->own;
             follow_all[i] = NULL;
             Py_DECREF(self);
         }

@@ -18,6 +18,8 @@ from otel_dl.log import logger
 from otel_dl.patches import __name__ as WRAPPERS
 
 _PACKAGE: Final = __name__.partition(".")[0]
+_CALLED_BACK: Final = tuple(f"{WRAPPERS}.cudnn.{name}" for name in ("calls", "keys", "spans", "watch"))
+"""Modules among the wrappers' that wrap nothing: they are called before and after, from C."""
 
 
 def install() -> None:
@@ -38,7 +40,8 @@ def _skip(eval_frame: Any) -> None:
         if name == _PACKAGE or name.startswith(f"{_PACKAGE}."):
             # A wrapper calls what torch.compile would look at without it. It can still be traced through, for that is
             # another way: only a frame of its own is never compiled.
-            skip = eval_frame.skip_code if name.startswith(WRAPPERS) else _skip_with_callees(eval_frame)
+            wraps = name.startswith(WRAPPERS) and name not in _CALLED_BACK
+            skip = eval_frame.skip_code if wraps else _skip_with_callees(eval_frame)
             for code in _codes(module, module):
                 skip(code)
 

@@ -1,18 +1,20 @@
-"""cuDNN's autotuning: `torch.conv1d` … `torch.conv_transpose3d`, which `torch.nn.functional` and the modules call.
+"""cuDNN's autotuning: `torch.conv1d` … `torch.conv_transpose3d`, which `torch.nn.functional` and the modules call, and
+`aten::convolution` with its backward, which code calls that inductor compiled, and scripted code (`scripted.py`).
 
 Nothing is put in their place: what is called when torch's own objects are called is changed, which takes C
 (`recording/_native.c`, Follow). To Python, `torch.jit`, `torch.fx` and `torch.compile` they are what they were.
-Not seen, for they don't pass by Python: convolutions in code that was scripted or compiled, in C++ (double backward),
-and `torch.ops.aten.convolution`.
+Not seen, for they don't pass by Python: convolutions in C++ (double backward), in functions that were scripted, and
+in a CUDA graph that is replayed, which tunes nothing.
 """
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from otel_dl.log import logger
+from otel_dl.patches.cudnn import scripted
 from otel_dl.patches.cudnn.calls import OPERATIONS, Device
 from otel_dl.patches.cudnn.watch import Watch
 from otel_dl.recording import native
@@ -46,3 +48,8 @@ def install(run: Run, patches: Patches, device: Device | None = None) -> None:
     for operation in OPERATIONS:
         followed = follow(getattr(torch, operation.name), device.benchmark, partial(watch.begin, operation))
         watch.followed.append(followed)
+    aten: Any = torch.ops.aten
+    for general in (torch.convolution, aten.convolution.default._op, aten._convolution.default._op):
+        watch.followed.append(follow(general, device.benchmark, watch.begin_general))
+    watch.followed.append(follow(aten.convolution_backward.default._op, device.benchmark, watch.begin_backward))
+    scripted.install(watch, patches)

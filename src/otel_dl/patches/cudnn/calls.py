@@ -12,6 +12,9 @@ _DTYPES: Final = ("float16", "bfloat16", "float32", "float64")
 
 _PARAMETERS: Final = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED: Final = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_GENERAL: Final = (
+    "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups",
+)  # fmt: skip
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0,
 }  # fmt: skip
@@ -34,6 +37,9 @@ class Operation(NamedTuple):
 OPERATIONS: Final = tuple(
     Operation(f"{form}{dimensions}d") for form in ("conv", "conv_transpose") for dimensions in (1, 2, 3)
 )
+
+PLAIN: Final = {operation.dimensions: operation for operation in OPERATIONS if not operation.transposed}
+TRANSPOSED: Final = {operation.dimensions: operation for operation in OPERATIONS if operation.transposed}
 
 
 class Flags(NamedTuple):
@@ -121,6 +127,23 @@ def arguments_of(operation: Operation, args: Sequence[Any], kwargs: Mapping[str,
     if given.keys() - set(names) or not {"input", "weight"} <= given.keys():
         return None
     return {name: _DEFAULTS[name] for name in names[2:]} | given
+
+
+def of_general(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Operation, tuple[Any, ...]] | None:
+    """`aten::convolution` is all six in one: which it is, with the arguments of that one. None for what it refuses."""
+    given: dict[str, Any] = dict(zip(_GENERAL, args, strict=False)) | dict(kwargs)
+    try:
+        dimensions = given["weight"].dim() - 2
+        if not 1 <= dimensions <= 3:
+            return None
+        if given["transposed"]:
+            operation, names = TRANSPOSED[dimensions], _TRANSPOSED
+        else:
+            operation, names = PLAIN[dimensions], _PARAMETERS
+        values = (given[name] for name in names)
+        return operation, tuple(tuple(value) if isinstance(value, list) else value for value in values)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    except (AttributeError, KeyError):
+        return None
 
 
 def read(operation: Operation, arguments: Mapping[str, Any], flags: Flags) -> Call | None:

@@ -11,10 +11,10 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from otel_dl.patches.cudnn import keys
-from otel_dl.patches.cudnn.calls import Device, Flags, Operation, arguments_of, operand_of, read
+from otel_dl.patches.cudnn.calls import Device, Flags, Operation, arguments_of, of_general, operand_of, read
 from otel_dl.patches.cudnn.keys import FORWARD, Call, Key, Operand, Plans
 from otel_dl.patches.cudnn.spans import Convolution, Steps
 from otel_dl.recording.failure import Failure
@@ -31,6 +31,8 @@ _MODULES: Final = 4_096
 """Weights of which it is remembered what they were last used with."""
 _TENSORS: Final = ("input", "weight", "bias")
 _NODE: Final = "ConvolutionBackward0"
+_DIRECTIONS: Final = (keys.BACKWARD_INPUT, keys.BACKWARD_WEIGHT)
+"""In the order in which torch gives their gradients."""
 
 
 Ended = Callable[[Any, BaseException | None], None]
@@ -75,6 +77,15 @@ class Form:
         return Convolution(f"cudnn::{self.operation.name}{direction}", key, self.device, True, changed, shared)
 
 
+class Scripted(NamedTuple):
+    """A call of scripted code."""
+
+    first: int
+    """The number that autograd gives to the next node."""
+    ran: list[tuple[Form, Form | None]]
+    """Its convolutions: the form, and that in which the weight was used before."""
+
+
 class _Thread(threading.local):
     """What torch keeps for each thread, and what makes it quick to look up here."""
 
@@ -83,6 +94,10 @@ class _Thread(threading.local):
         self.forms: dict[Any, Form] = {}
         self.backward: Backward | None = None
         """The one that has begun."""
+        self.inside = False
+        """A convolution runs: what is called for it is a part of it."""
+        self.scripted: Scripted | None = None
+        """The scripted code that runs."""
 
 
 class Watch:
@@ -98,13 +113,15 @@ class Watch:
         self._thread = _Thread(keys.limit(os.environ))
         self._last: dict[int, Form] = {}
         """By id of the weight."""
-        self._benchmark = device.benchmark
+        self.benchmark = device.benchmark
+        self.flags = device.flags
         self._parameter = torch.nn.Parameter
         self._dispatch: Any = getattr(torch.Tensor, "__torch_dispatch__", None)
         self._plain: dict[Any, bool] = {torch.Tensor: True, torch.nn.Parameter: True}
         c: Any = vars(torch)["_C"]
         self._overridden: Callable[[tuple[Any, ...]], bool] = torch.overrides.has_torch_function
         self._traced: Callable[[], object] = c._get_tracing_state
+        self._next_node: Callable[[], int] = c._autograd._get_sequence_nr
         self.followed: list[Any] = []
         """torch's functions, as `Follow` of `_native.c`."""
         self._on = False
@@ -119,21 +136,75 @@ class Watch:
             self._patches.fault(error)
             return None
 
+    def begin_general(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Ended | None:
+        """The same for `aten::convolution`, and `aten::_convolution`, which has more arguments behind."""
+        try:
+            if self._thread.inside:
+                return None
+            general = of_general(args, kwargs or {})
+            return self._begin(*general, {}) if general is not None else None
+        except BaseException as error:
+            self._patches.fault(error)
+            return None
+
+    def begin_backward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Ended | None:
+        """The same for `aten::convolution_backward`, which compiled code calls."""
+        try:
+            return self._begin_backward(args) if not kwargs else None
+        except BaseException as error:
+            self._patches.fault(error)
+            return None
+
     def _begin(self, operation: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ended | None:
-        if self._overridden(args) or (kwargs and self._overridden((*kwargs.values(),))):
-            return None  # who overrides it makes the call that runs, or none
-        if self._traced() is not None:
-            return None  # the sizes of what is traced are traced as well
+        thread = self._thread
+        if thread.inside or self._is_overridden(args, kwargs):
+            return None
         form = self._form(operation, args, kwargs)
         if form is None or form.call is None:
             return None
+        self._begun()
+        known = thread.plans.find(form.keys[FORWARD])
+        former = self._used(args[1] if len(args) > 1 else kwargs["weight"], form)
+        thread.inside = True
+        return partial(self._end, form, former, self.benchmark(), known, clock())
+
+    def _begin_backward(self, args: tuple[Any, ...]) -> Ended | None:
+        grad, x, w, _, *others, wanted = args
+        if self._thread.inside or self._thread.backward is not None or self._is_overridden(args[:3], {}):
+            return None
+        general = of_general((x, w, None, *others), {})
+        form = self._form(*general, {}) if general is not None else None
+        operand = self.operand(grad)
+        if form is None or form.call is None or operand is None:
+            return None
+        self._begun()
+        directions = [each for each, is_wanted in zip(_DIRECTIONS, wanted, strict=False) if is_wanted]
+        self._thread.inside = True
+        return partial(self._end_backward, form, self._used(w, form), operand, directions, clock())
+
+    def _is_overridden(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Who overrides it makes the call that runs, or none; and the sizes of what is traced are traced as well."""
+        if self._overridden(args) or (kwargs and self._overridden((*kwargs.values(),))):
+            return True
+        return self._traced() is not None
+
+    def _begun(self) -> None:
         if not self._on:
             self._on = True
             for followed in self.followed:
                 followed.always = True
-        known = self._thread.plans.find(form.keys[FORWARD])
-        former = self._used(args[1] if len(args) > 1 else kwargs["weight"], form)
-        return partial(self._end, form, former, self._benchmark(), known, clock())
+
+    def _end_backward(
+        self, form: Form, former: Form | None, grad: Operand, directions: Sequence[str], start: int, result: Any,
+        error: BaseException | None,
+    ) -> None:  # fmt: skip
+        self._thread.inside = False
+        if error is not None:
+            return  # torch caches no plan that has not run
+        try:
+            self.ran(form, former, grad, directions, start, clock())
+        except BaseException as fault:
+            self._patches.fault(fault)
 
     def _end(
         self,
@@ -146,6 +217,7 @@ class Watch:
         error: BaseException | None,
     ) -> None:
         end = clock()
+        self._thread.inside = False
         try:
             if error is None:
                 self._done(form, former, benchmark, known, start, end, result)
@@ -176,15 +248,18 @@ class Watch:
             thread.plans.add(key)
             if benchmark:
                 self._note(form.warm_up(FORWARD, key, former, False), start, end)
-        wanted = self._steps.wanted
-        if known and wanted:
+        if known and self._steps.wanted:
             self._steps.add(form.span(FORWARD, key, False), start, end)
-        if (wanted or not form.settled) and result.requires_grad:
-            node = _node(result.grad_fn)
-            if node is not None:
-                backward = Backward(self, form, former)
-                node.register_prehook(backward.begin)
-                node.register_hook(backward.end)
+        if thread.scripted is not None:  # below autograd: the result has no node
+            thread.scripted.ran.append((form, former))
+        elif result.requires_grad:
+            self._follow_backward(form, former, _node(result.grad_fn))
+
+    def _follow_backward(self, form: Form, former: Form | None, node: Any) -> None:
+        if node is not None and (self._steps.wanted or not form.settled):
+            backward = Backward(self, form, former)
+            node.register_prehook(backward.begin)
+            node.register_hook(backward.end)
 
     def _failed(self, form: Form, former: Form | None, warm: bool, start: int, end: int, error: BaseException) -> None:
         """torch caches no plan that has not run."""
@@ -251,6 +326,27 @@ class Watch:
                 self._plain[kind] = plain
         return plain
 
+    # Scripted code.
+
+    def may_begin_scripted(self) -> bool:
+        thread = self._thread
+        return thread.scripted is None and not thread.inside and self._traced() is None
+
+    def is_wanted(self) -> bool:
+        """Whether convolutions that find their plans are told in the step that is open."""
+        return self._steps.wanted
+
+    def begin_scripted(self) -> Scripted:
+        self._thread.scripted = begun = Scripted(self._next_node(), [])
+        return begun
+
+    def end_scripted(self, begun: Scripted, nodes: Sequence[Any]) -> None:
+        """`nodes`: those of convolutions that it made, in the order in which they were made."""
+        self._thread.scripted = None
+        if len(nodes) == len(begun.ran):  # else it is not known which is which
+            for (form, former), node in zip(begun.ran, nodes, strict=True):
+                self._follow_backward(form, former, node)
+
     # Backward.
 
     def ran(
@@ -260,7 +356,7 @@ class Watch:
         is divided between them is not known."""
         if form.call is None or not directions:
             return
-        benchmark = self._benchmark()
+        benchmark = self.benchmark()
         of_backward = form.backward(form.call, grad)
         form.settled = True
         plans = self._thread.plans
@@ -319,9 +415,7 @@ class Backward:
         try:
             self._watch.begun(None)
             directions = [
-                direction
-                for direction, grad in zip((keys.BACKWARD_INPUT, keys.BACKWARD_WEIGHT), grad_inputs, strict=False)
-                if grad is not None
+                direction for direction, grad in zip(_DIRECTIONS, grad_inputs, strict=False) if grad is not None
             ]
             self._watch.ran(self._form, self._former, self._grad, directions, self._start, end)
         except BaseException as error:
