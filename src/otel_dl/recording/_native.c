@@ -32,7 +32,7 @@ static const int64_t CHECK = 0x0D1E5EED0D1E5EED;
 #endif
 
 static PyObject *str_training, *str_modules, *str_parameters, *str_compiled_call_impl, *str_call_impl, *str_source,
-    *str_rcvd_idx;
+    *str_rcvd_idx, *str_device;
 static PyObject *empty_string, *zero, *copy;
 #ifndef __linux__
 static PyObject *perf_counter_ns;
@@ -1450,14 +1450,14 @@ typedef struct {
 /* Whether `tensor` is on the CPU and no override of torch's functions can see the question; what is no tensor is. -1 with
  * an exception set where what a signal handler raised is to go on. */
 static int
-method_on_cpu(Method *self, PyObject *tensor)
+tensor_on_cpu(PyObject *overrides, PyObject *is_cpu, PyObject *tensor)
 {
-    PyTypeObject *base = PyDescr_TYPE(self->is_cpu);
+    PyTypeObject *base = PyDescr_TYPE(is_cpu);
     if (!PyObject_TypeCheck(tensor, base))
         return 1;
-    PyObject *yes = PyObject_CallOneArg(self->overrides, tensor);
+    PyObject *yes = PyObject_CallOneArg(overrides, tensor);
     if (yes == Py_False)
-        Py_SETREF(yes, Py_TYPE(self->is_cpu)->tp_descr_get(self->is_cpu, tensor, (PyObject *)Py_TYPE(tensor)));
+        Py_SETREF(yes, Py_TYPE(is_cpu)->tp_descr_get(is_cpu, tensor, (PyObject *)Py_TYPE(tensor)));
     else
         Py_XSETREF(yes, NULL);
     if (yes == NULL && PyErr_Occurred()) {
@@ -1468,6 +1468,15 @@ method_on_cpu(Method *self, PyObject *tensor)
     int found = yes == Py_True;
     Py_XDECREF(yes);
     return found;
+}
+
+/* Whether a name of a device, or the device itself, is that of the CPU (its class); -1 with an exception. */
+static int
+names_cpu(PyObject *cpu, PyObject *device)
+{
+    if (PyUnicode_Check(device))
+        return PyUnicode_CompareWithASCIIString(device, "cpu") == 0;
+    return Py_TYPE(device) == Py_TYPE(cpu) ? PyObject_RichCompareBool(device, cpu, Py_EQ) : 0; /* its name takes 0.4 us */
 }
 
 /* Whether `argument` of a call on a tensor that is, or is not, `on_cpu` names no other place than the tensor's; -1 with
@@ -1482,11 +1491,11 @@ method_stays(Method *self, PyObject *argument, int on_cpu)
         if ((PyObject *)type == PyTuple_GET_ITEM(self->harmless, i))
             return 1;
     }
-    if (PyUnicode_Check(argument))
-        return on_cpu && PyUnicode_CompareWithASCIIString(argument, "cpu") == 0;
-    if (type == Py_TYPE(self->cpu))
-        return on_cpu ? PyObject_RichCompareBool(argument, self->cpu, Py_EQ) : 0; /* asking for its name takes 0.4 us */
-    return on_cpu && PyObject_TypeCheck(argument, PyDescr_TYPE(self->is_cpu)) ? method_on_cpu(self, argument) : 0;
+    if (PyUnicode_Check(argument) || type == Py_TYPE(self->cpu))
+        return on_cpu ? names_cpu(self->cpu, argument) : 0;
+    return on_cpu && PyObject_TypeCheck(argument, PyDescr_TYPE(self->is_cpu))
+               ? tensor_on_cpu(self->overrides, self->is_cpu, argument)
+               : 0;
 }
 
 /* Whether a call can't wait; -1 with an exception. Of `to` and `copy_` the arguments matter as well. */
@@ -1495,7 +1504,7 @@ method_is_plain(Method *self, PyObject *tensor, PyObject *args, PyObject *kwargs
 {
     if (self->form == METHOD_ALWAYS)
         return 0;
-    int on_cpu = method_on_cpu(self, tensor);
+    int on_cpu = tensor_on_cpu(self->overrides, self->is_cpu, tensor);
     if (self->form != METHOD_MOVES || on_cpu < 0)
         return on_cpu;
     int plain = 1;
@@ -1521,7 +1530,7 @@ method_bind(Method *self, PyObject *instance, PyObject *owner)
     if (instance == NULL || instance == Py_None)
         return bind(self->original, NULL, owner);
     if (self->form == METHOD_READS) {
-        int on_cpu = method_on_cpu(self, instance);
+        int on_cpu = tensor_on_cpu(self->overrides, self->is_cpu, instance);
         if (on_cpu != 0)
             return on_cpu < 0 ? NULL : bind(self->original, instance, owner);
     }
@@ -1630,7 +1639,7 @@ subscript_waits(Method *method, PyObject *tensor, PyObject *index, PyObject *val
     if (method == NULL || subscript_is_plain(index))
         return 0;
     Py_INCREF(method);
-    int on_cpu = method_on_cpu(method, tensor);
+    int on_cpu = tensor_on_cpu(method->overrides, method->is_cpu, tensor);
     *result = on_cpu == 0 ? PyObject_CallFunctionObjArgs(method->waits, tensor, index, value, NULL) : NULL;
     Py_DECREF(method);
     return on_cpu != 1;
@@ -1860,7 +1869,8 @@ static PyMethodDef functions[] = {{"own_method", own_method, METH_O, NULL},
  * has its own (pybind11 3), which is called from ours. All else about the object stays: which it is, its type and
  * names, its method definition, of whose address its hash is made. One thing is lost: f(**{}) is f().
  *
- * `gate` says whether a call is worth a look. Then `begin` gets (args, kwargs or None) and returns None, or what is
+ * `gate` says whether a call is worth a look: a function without arguments; or (overrides, is_cpu, cpu), as a Method has
+ * them, and then a call is that has to do with another place than the CPU. Then `begin` gets (args, kwargs or None) and returns None, or what is
  * called with (result, None) or (None, error) once the builtin has returned or raised. What these two raise is raised
  * (see `Patches.fault`), but for want of stack or memory.
  */
@@ -1870,20 +1880,66 @@ enum { FOLLOW_MOST = 64 };
 typedef struct {
     PyObject_HEAD
     PyObject *function, *gate, *begin;
+    PyObject *overrides, *is_cpu, *cpu; /* borrowed from the gate; NULL: it is a function */
     vectorcallfunc own; /* the builtin's, if it has one */
     char always; /* the gate is open whatever it says */
 } Follow;
 
-static Follow *follow_all[FOLLOW_MOST]; /* those in force, each with a reference */
+static Follow *follow_all[FOLLOW_MOST]; /* those in force, each with a reference, from where its address says on */
 
-static inline Follow *
-follow_of(PyObject *function)
+/* The place in `follow_all` of this function, or a free one where it is NULL; or NULL. */
+static inline Follow **
+follow_find(PyObject *near, PyObject *function)
 {
-    for (int i = 0; i < FOLLOW_MOST; i++) {
-        if (follow_all[i] != NULL && follow_all[i]->function == function)
-            return follow_all[i];
+    size_t at = (size_t)near / sizeof(PyCFunctionObject);
+    for (size_t i = 0; i < FOLLOW_MOST; i++) {
+        Follow **each = &follow_all[(at + i) % FOLLOW_MOST];
+        if (function == NULL ? *each == NULL : *each != NULL && (*each)->function == function)
+            return each;
     }
     return NULL;
+}
+
+/* Whether the first tensor among the arguments, or in a list of them, is not on the CPU, or `device` names another place;
+ * -1 with an exception. */
+static int
+follow_leaves_cpu(Follow *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *first = NULL, *value;
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; first == NULL; i++) {
+        if (i < PyTuple_GET_SIZE(args))
+            value = PyTuple_GET_ITEM(args, i);
+        else if (kwargs == NULL || !PyDict_Next(kwargs, &at, NULL, &value))
+            break;
+        for (int depth = 0; depth < 8 && (PyList_CheckExact(value) || PyTuple_CheckExact(value)) && Py_SIZE(value); depth++)
+            value = PySequence_Fast_GET_ITEM(value, 0);
+        if (PyObject_TypeCheck(value, PyDescr_TYPE(self->is_cpu)))
+            first = Py_NewRef(value);
+    }
+    int stays = first == NULL ? 1 : tensor_on_cpu(self->overrides, self->is_cpu, first);
+    Py_XDECREF(first);
+    if (stays == 1 && kwargs != NULL) {
+        PyObject *device = PyDict_GetItemWithError(kwargs, str_device);
+        if (device != NULL && device != Py_None)
+            stays = names_cpu(self->cpu, device);
+        else if (device == NULL && PyErr_Occurred())
+            stays = -1;
+    }
+    return stays < 0 ? stays : !stays;
+}
+
+/* Whether a call is worth a look; -1 with an exception. */
+static int
+follow_is_open(Follow *self, PyObject *args, PyObject *kwargs)
+{
+    if (self->always)
+        return 1;
+    if (self->is_cpu != NULL)
+        return follow_leaves_cpu(self, args, kwargs);
+    PyObject *yes = PyObject_CallNoArgs(self->gate);
+    Py_XDECREF(yes);
+    return yes == NULL ? -1 : yes == Py_True;
 }
 
 /* As CPython calls a builtin that has no vectorcall, and one that has. */
@@ -1914,24 +1970,16 @@ follow_had_no_room(void)
 static PyObject *
 follow_begin(PyObject *function, PyObject *args, PyObject *kwargs)
 {
-    Follow *self = follow_of(function);
-    if (self == NULL)
+    Follow **found = follow_find(function, function);
+    if (found == NULL)
         return Py_NewRef(Py_None); /* another thread has just restored it */
-    Py_INCREF(self);
-    int open = self->always;
-    PyObject *end = NULL;
-    if (!open) {
-        PyObject *yes = PyObject_CallNoArgs(self->gate);
-        open = yes == Py_True;
-        if (yes == NULL && !follow_had_no_room())
-            goto done;
-        Py_XDECREF(yes);
-    }
-    PyObject *given[] = {args, kwargs == NULL ? Py_None : kwargs};
-    end = open ? PyObject_Vectorcall(self->begin, given, 2, NULL) : Py_NewRef(Py_None);
+    Follow *self = (Follow *)Py_NewRef((PyObject *)*found);
+    PyObject *given[] = {args, kwargs == NULL ? Py_None : kwargs}, *end = NULL;
+    int open = follow_is_open(self, args, kwargs);
+    if (open >= 0)
+        end = open ? PyObject_Vectorcall(self->begin, given, 2, NULL) : Py_NewRef(Py_None);
     if (end == NULL && follow_had_no_room())
         end = Py_NewRef(Py_None);
-done:
     Py_DECREF(self);
     return end;
 }
@@ -1965,8 +2013,8 @@ follow_call(PyObject *function, PyObject *const *stack, size_t nargsf, PyObject 
     PyObject *result = NULL, *end = NULL, *kwargs = NULL, *args = PyTuple_New(count);
     if (args == NULL)
         return NULL;
-    Follow *self = follow_of(function);
-    vectorcallfunc own = self != NULL ? self->own : ((PyCFunctionObject *)function)->vectorcall; /* as restored */
+    Follow **found = follow_find(function, function);
+    vectorcallfunc own = found != NULL ? (*found)->own : ((PyCFunctionObject *)function)->vectorcall; /* as restored */
     for (Py_ssize_t i = 0; i < count; i++)
         PyTuple_SET_ITEM(args, i, Py_NewRef(stack[i]));
     Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
@@ -2004,10 +2052,12 @@ follow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "it is no builtin that takes keywords, or is followed already");
         return NULL;
     }
-    int free = 0;
-    while (free < FOLLOW_MOST && follow_all[free] != NULL)
-        free++;
-    if (free == FOLLOW_MOST) {
+    PyObject *overrides = NULL, *is_cpu = NULL, *cpu = NULL;
+    if (PyTuple_Check(gate)
+        && !PyArg_ParseTuple(gate, "OO!O;a gate is (overrides, is_cpu, cpu)", &overrides, &PyGetSetDescr_Type, &is_cpu, &cpu))
+        return NULL;
+    Follow **free = follow_find(function, NULL);
+    if (free == NULL) {
         PyErr_SetString(PyExc_ValueError, "so many can't be followed");
         return NULL;
     }
@@ -2018,7 +2068,10 @@ follow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->gate = Py_NewRef(gate);
     self->begin = Py_NewRef(begin);
     self->own = own;
-    follow_all[free] = (Follow *)Py_NewRef((PyObject *)self);
+    self->overrides = overrides;
+    self->is_cpu = is_cpu;
+    self->cpu = cpu;
+    *free = (Follow *)Py_NewRef((PyObject *)self);
     ((PyCFunctionObject *)function)->vectorcall = follow_call;
     return (PyObject *)self;
 }
@@ -2027,14 +2080,13 @@ follow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyObject *
 follow_restore(Follow *self, PyObject *Py_UNUSED(ignored))
 {
-    for (int i = 0; i < FOLLOW_MOST; i++) {
-        if (follow_all[i] == self) {
-            PyCFunctionObject *function = (PyCFunctionObject *)self->function;
-            if (function->vectorcall == follow_call)
-                function->vectorcall = self->own;
-            follow_all[i] = NULL;
-            Py_DECREF(self);
-        }
+    Follow **found = follow_find(self->function, self->function);
+    if (found != NULL && *found == self) {
+        PyCFunctionObject *function = (PyCFunctionObject *)self->function;
+        if (function->vectorcall == follow_call)
+            function->vectorcall = self->own;
+        *found = NULL;
+        Py_DECREF(self);
     }
     Py_RETURN_NONE;
 }
@@ -2099,6 +2151,7 @@ PyInit__native(void)
                  {&str_compiled_call_impl, "_compiled_call_impl"},
                  {&str_call_impl, "_call_impl"},
                  {&str_source, "_otel_dl"},
+                 {&str_device, "device"},
                  {&str_rcvd_idx, "_rcvd_idx"},
                  {&empty_string, ""}};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
