@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otel_dl
-from otel_dl.patches.synchronization import split, tensor, waiting
+from otel_dl.patches.synchronization import functions, split, tensor, waiting
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
 
@@ -71,6 +71,29 @@ class TestEveryWay:
             (wait,) = step["waits"]
             assert done["waits"], "the stand-in had to be waited for"
             assert all(wait["start"] <= start <= end <= wait["end"] for start, end in done["waits"]), done
+
+    def test_where_torch_itself_reads_a_value_the_line_is_the_users(self, form: str) -> None:
+        """Of clip_grad_norm_ and of GradScaler: the call, and no file of torch's."""
+        result = waited(form)["in torch"]
+        assert [done["op"] for done in result["truth"]] == ["Tensor.__bool__", "Tensor.item", "Tensor.item"]
+        for done, step in zip(result["truth"], result["steps"], strict=True):
+            (wait,) = step["waits"]
+            assert wait["dl.sync.op"] == done["op"]
+            assert (os.path.basename(wait["code.file.path"]), wait["code.line.number"]) == ("waits.py", done["line"])
+            assert len(done["waits"]) == 1, "the stand-in had to be waited for"
+            assert all(wait["start"] <= start <= end <= wait["end"] for start, end in done["waits"]), done
+
+    def test_those_that_copy_are_to_say_how_long_they_copied_by_the_stream_of_the_device(self, form: str) -> None:
+        copying = {*tensor.READ, "to", "copy_", "new_tensor"}
+        marks = waited(form)["marks"]
+        truth = waited(form)["long"]["truth"]
+        assert {done["op"] for done in truth} >= {"Tensor.to", "Tensor.copy_", "Tensor.cpu", "Tensor.nonzero"}
+        for done in truth:
+            module, _, name = done["op"].rpartition(".")
+            copies = name in (copying if module == "Tensor" else {*functions.MADE, "is_nonzero"})
+            assert marks[str(done["line"])] == ["standin"] * copies, done
+        for done in waited(form)["quiet"]["truth"]:
+            assert marks[str(done["line"])] == [], done
 
     def test_short_ones_are_summed_up(self, form: str) -> None:
         for step in waited(form)["short"]["steps"]:
@@ -537,7 +560,7 @@ class FakeEvent:
 
 
 class TestSplit:
-    """Of a stand-in tensor on `cuda:0`, by stand-in events."""
+    """Of calls that wait for `cuda:0`, by stand-in events."""
 
     @pytest.fixture(autouse=True)
     def _cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +571,7 @@ class TestSplit:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
     def on_cuda(self) -> Any:
-        return SimpleNamespace(device=torch.device("cuda:0"))
+        return torch.device("cuda:0")
 
     def wait(self, ms: float) -> Any:
         from otel_dl.recording.waits import Wait
@@ -581,8 +604,36 @@ class TestSplit:
         assert FakeEvent.recorded == 0
 
     def test_of_other_devices_nothing_is(self) -> None:
-        assert split.Split().begin(torch.ones(2)) is None
+        for device in (None, torch.device("cpu"), torch.device("xpu:0")):
+            assert split.Split().begin(device) is None
         assert FakeEvent.recorded == 0
+
+    @pytest.mark.parametrize(
+        ("call", "device"),
+        [
+            (lambda x: x.cuda(), "cuda"),
+            (lambda x: x.cuda(1), "cuda:1"),
+            (lambda x: x.cuda(device="cuda:2"), "cuda:2"),
+            (lambda x: x.cuda(non_blocking=True), None),
+            (lambda x: x.to("cuda:1"), "cuda:1"),
+            (lambda x: x.to(torch.device("cuda"), torch.float64), "cuda"),
+            (lambda x: x.to(dtype=torch.float64, device="cuda:3"), "cuda:3"),
+            (lambda x: x.to("cuda", non_blocking=True), None),
+            (lambda x: x.to("nowhere"), None),
+            (lambda x: torch.tensor([1.0], device="cuda:1"), "cuda:1"),
+            (lambda x: torch.as_tensor(x, device=torch.device("cuda", 1)), "cuda:1"),
+        ],
+    )
+    @pytest.mark.skipif(native.hooks is None, reason="some of them are seen in C")
+    def test_what_is_copied_to_cuda_waits_for_the_stream_of_the_device_that_is_named(
+        self, call: Callable[[Any], object], device: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """There is no driver: it is asked before torch says so."""
+        asked: list[str] = []
+        monkeypatch.setattr(split.Split, "begin", lambda self, given: given and asked.append(str(given)))
+        with recording(), otel_dl.step(), pytest.raises((RuntimeError, AssertionError)):
+            call(torch.ones(2))
+        assert asked == ([device] if device else [])
 
     def test_a_device_that_has_failed_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(self: Any, stream: Any) -> None:

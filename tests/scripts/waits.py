@@ -7,6 +7,7 @@ import operator
 import sys
 import threading
 from typing import Any
+from unittest import mock
 
 import torch
 from support import accelerator as device
@@ -16,6 +17,7 @@ from torch import nn
 from torch.cuda import _gpu_trace
 
 import otel_dl
+from otel_dl.patches.synchronization import split
 from otel_dl.recording.records import to_epoch_ns
 
 KERNEL_S = 0.002
@@ -27,11 +29,18 @@ one = device.put(torch.tensor(1))
 flag = device.put(torch.tensor(True))
 mask = device.put(torch.tensor([True, False, True, False]))
 two = device.put(torch.ones(2))
+repeats = device.put(torch.tensor([1, 0, 1, 2]))
+square = device.put(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))
 host = torch.zeros(4)
 
 
 parameter = nn.Parameter(device.put(torch.ones(4)))
 parameter.grad = device.put(torch.ones(4))
+
+
+optimizer = torch.optim.SGD([parameter], 0.1)
+scaler = torch.amp.GradScaler(device.NAME, init_scale=1.0)
+scaler.scale(two)
 
 
 class Before(torch.Tensor):
@@ -60,13 +69,67 @@ WAITS: list[tuple[str, Any]] = [
     ("Tensor.unique", lambda: x.unique()),
     ("Tensor.equal", lambda: x.equal(x)),
     ("Tensor.is_nonzero", lambda: one.is_nonzero()),
+    ("Tensor.inverse", lambda: square.inverse()),
+    ("Tensor.repeat_interleave", lambda: x.repeat_interleave(repeats)),
+    ("Tensor.new_tensor", lambda: x.new_tensor([1.0, 2.0])),
     ("Tensor.__format__", lambda: f"{one}"),
-    ("Tensor.__bool__", lambda: nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)),
     ("Tensor.item", lambda: sum(v.item() for v in [one])),
 ]
 
+# Here it is a file of torch's that waits.
+IN_TORCH: list[tuple[str, Any]] = [
+    ("Tensor.__bool__", lambda: nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)),
+    ("Tensor.item", lambda: (scaler.step(optimizer), scaler.update())),
+    ("Tensor.item", lambda: scaler.get_scale()),
+]
+
 # Where there is no C, they are not seen.
-INDEXED: list[tuple[str, Any]] = [
+IN_C: list[tuple[str, Any]] = [
+    ("torch.nonzero", lambda: torch.nonzero(x)),
+    ("torch.nonzero", lambda: torch.nonzero(input=x, as_tuple=True)),
+    ("torch.nonzero", lambda: torch.nonzero(x.as_subclass(Before))),
+    ("torch.nonzero", lambda: list(map(torch.nonzero, [x]))),
+    ("torch.argwhere", lambda: torch.argwhere(x)),
+    ("torch.where", lambda: torch.where(mask)),
+    ("torch.where", lambda: torch.where(condition=mask)),
+    ("torch.masked_select", lambda: torch.masked_select(x, mask)),
+    ("torch.equal", lambda: torch.equal(x, x)),
+    ("torch.allclose", lambda: torch.allclose(x, x)),
+    ("torch.is_nonzero", lambda: torch.is_nonzero(one)),
+    ("torch.bincount", lambda: torch.bincount(repeats)),
+    ("torch.repeat_interleave", lambda: torch.repeat_interleave(repeats)),
+    ("torch.repeat_interleave", lambda: torch.repeat_interleave(x, repeats=repeats, dim=0)),
+    ("torch.unique", lambda: torch.unique(x)),
+    ("torch.unique", lambda: torch.unique(square, return_counts=True, dim=0)),
+    ("torch.unique_consecutive", lambda: torch.unique_consecutive(x)),
+    ("torch.nn.functional.one_hot", lambda: nn.functional.one_hot(repeats)),
+    ("torch.inverse", lambda: torch.inverse(square)),
+    ("torch.pinverse", lambda: torch.pinverse(square)),
+    ("torch.svd", lambda: torch.svd(square)),
+    ("torch.linalg.cholesky", lambda: torch.linalg.cholesky(square)),
+    ("torch.linalg.eig", lambda: torch.linalg.eig(square)),
+    ("torch.linalg.eigh", lambda: torch.linalg.eigh(square)),
+    ("torch.linalg.eigvals", lambda: torch.linalg.eigvals(square)),
+    ("torch.linalg.eigvalsh", lambda: torch.linalg.eigvalsh(square)),
+    ("torch.linalg.inv", lambda: torch.linalg.inv(square)),
+    ("torch.linalg.ldl_factor", lambda: torch.linalg.ldl_factor(square)),
+    ("torch.linalg.lu_factor", lambda: torch.linalg.lu_factor(square)),
+    ("torch.linalg.matrix_rank", lambda: torch.linalg.matrix_rank(square)),
+    ("torch.linalg.pinv", lambda: torch.linalg.pinv(square)),
+    ("torch.linalg.svd", lambda: torch.linalg.svd(square)),
+    ("torch.linalg.svdvals", lambda: torch.linalg.svdvals(square)),
+    ("torch.linalg.solve", lambda: torch.linalg.solve(square, two)),
+    ("torch.linalg.tensorsolve", lambda: torch.linalg.tensorsolve(square, two)),
+    ("torch.linalg.tensorinv", lambda: torch.linalg.tensorinv(square, ind=1)),
+    ("torch.linalg.inv_ex", lambda: torch.linalg.inv_ex(square, check_errors=True)),
+    ("torch.linalg.cholesky_ex", lambda: torch.linalg.cholesky_ex(square, check_errors=True)),
+    ("torch.tensor", lambda: torch.tensor([1.0, 2.0], device=on_device)),
+    ("torch.tensor", lambda: torch.tensor(1.0, device=device.NAME)),
+    ("torch.tensor", lambda: torch.tensor([[one, one]])),
+    ("torch.as_tensor", lambda: torch.as_tensor([1.0], device=on_device)),
+    ("torch.as_tensor", lambda: torch.as_tensor(host, device=on_device)),
+    ("torch.as_tensor", lambda: torch.as_tensor(x, device="cpu")),
+    ("torch.asarray", lambda: torch.asarray([1.0], device=on_device)),
     ("Tensor.__getitem__", lambda: x[mask]),
     ("Tensor.__getitem__", lambda: x[mask,]),
     ("Tensor.__getitem__", lambda: x.__getitem__(mask)),
@@ -87,7 +150,14 @@ QUIET: list[tuple[str, Any]] = [
     ("an element that is set", lambda: operator.setitem(x, 0, 1.0)),
     ("a mask that is filled", lambda: operator.setitem(x, mask, 1.0)),
     ("a copy on the device", lambda: x.copy_(x + 1)),
+    ("a choice", lambda: torch.where(mask, x, x)),
+    ("as often as is known", lambda: (torch.repeat_interleave(x, 2), x.repeat_interleave(repeats, output_size=4))),
+    ("as many classes as are known", lambda: nn.functional.one_hot(repeats, 3)),
+    ("an inverse that may be none", lambda: torch.linalg.inv_ex(square)),
+    ("a tensor that is there already", lambda: (torch.as_tensor(x), torch.as_tensor(x, device=on_device))),
+    ("nothing but made there", lambda: torch.zeros(2, device=on_device)),
     ("a copy that is not waited for", lambda: host.to(on_device, non_blocking=True)),
+    ("functions on the CPU", lambda: (torch.nonzero(host), torch.unique(host), torch.tensor([1], device="cpu"))),
     ("on the CPU", lambda: (host.tolist(), host[host > 0], host.to(torch.float64), host[0].item(), host.cpu())),
 ]
 
@@ -125,6 +195,24 @@ def steps(recorded: Any) -> list[dict[str, Any]]:
         }
         for step in sorted(recorded.named("train.step"), key=lambda step: step.start_time)
     ]
+
+
+def marks(work: list[tuple[str, Any]], **settings: Any) -> dict[str, list[str]]:
+    """By line, the devices whose streams were asked to tell how much of a call is copying."""
+    asked: dict[str, list[str]] = {}
+    now: list[str] = []
+
+    def begin(self: split.Split, given: Any) -> None:
+        if given is not None:
+            now.append(given.type)
+
+    with mock.patch.object(split.Split, "begin", begin), recording(**settings):
+        for _, operation in work:
+            now.clear()
+            with otel_dl.step():
+                operation()
+            asked[str(operation.__code__.co_firstlineno)] = now.copy()
+    return asked
 
 
 def failed(**settings: Any) -> dict[str, Any]:
@@ -172,7 +260,7 @@ def deep(**settings: Any) -> dict[str, Any]:
     with recording(**{**settings, "sync": "deep"}) as recorded:
         with otel_dl.step():
             device.launch(KERNEL_S)
-            torch.nonzero(x)
+            torch.ops.aten.nonzero(x)
         with otel_dl.step():
             device.launch(KERNEL_S)
             one.item()
@@ -198,10 +286,12 @@ if __name__ == "__main__":
     # In Python the hot methods are recorded in the deep mode only.
     form: dict[str, Any] = {"native": native, "sync": "on" if native else "deep"}
     if native:
-        WAITS += INDEXED
+        WAITS += IN_C
     result = {
         "long": run(WAITS, KERNEL_S, sync_min_ms=0, **form),
         "short": run(WAITS, 0.0, sync_min_ms=60_000, **form),
+        "in torch": run(IN_TORCH, KERNEL_S, sync_min_ms=0, **form),
+        "marks": marks(WAITS + QUIET, **form),
         "quiet": run(QUIET, KERNEL_S, sync_min_ms=60_000, **form),
         "off": run(WAITS, KERNEL_S, sync="off"),
         "failed": failed(**form),

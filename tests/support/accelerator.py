@@ -22,9 +22,12 @@ _held: dict[int, tuple[torch.Tensor, Any]] = {}
 _READS = frozenset(
     {
         "aten::_local_scalar_dense", "aten::equal", "aten::masked_select", "aten::nonzero", "aten::_unique2",
-        "aten::_index_put_impl_",
+        "aten::_index_put_impl_", "aten::bincount", "aten::repeat_interleave.Tensor", "aten::unique_dim",
+        "aten::unique_consecutive", "aten::linalg_eig", "aten::_linalg_eigvals", "aten::_linalg_eigh.eigenvalues",
+        "aten::_linalg_svd.U",
     }
 )  # fmt: skip
+"""Operations whose own CUDA kernels wait; those that are made of others do where these do."""
 
 waits: list[tuple[int, int]] = []
 """Every wait: (start, end), readings of time.perf_counter_ns."""
@@ -68,7 +71,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _any(func: Any, *args: Any, **kwargs: Any) -> Any:
-    if func.name() in _READS:
+    if func.name() in _READS or kwargs.get("check_errors"):
         synchronize()
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
@@ -86,7 +89,7 @@ def _any(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    if not non_blocking:
+    if not non_blocking and source.device != target.device:
         synchronize()
     _on_cpu(target).copy_(_on_cpu(source))
     return target
@@ -129,7 +132,7 @@ def register() -> None:
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")
-    for name in ("abs", "logical_or"):
+    for function in (torch.ops.aten.abs.default, torch.ops.aten.logical_or.default):
         # torch would make the result empty and resize it, which such a tensor can't be.
-        aten.impl(name, functools.partial(_any, getattr(torch.ops.aten, name).default), "PrivateUse1")
+        aten.impl(function.name(), functools.partial(_any, function), "PrivateUse1")
     _libraries.extend((everything, aten))

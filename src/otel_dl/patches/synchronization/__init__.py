@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otel_dl.patches.synchronization import deep, device, loader, tensor
+from otel_dl.patches.synchronization import deep, device, functions, loader, tensor
 from otel_dl.patches.synchronization.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def install(run: Run, patches: Patches) -> None:
         return
     waiting = Waiting(run, patches)
     tensor.install(waiting)
+    functions.install(waiting)
     device.install(waiting)
     loader.install(waiting)
     if run.settings.sync == "deep":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from otel_dl.patches.synchronization.waiting import Does
+from otel_dl.patches.synchronization.waiting import Call, Does
 
 if TYPE_CHECKING:
     from otel_dl.patches.synchronization.waiting import Args, Keywords, Waiting
@@ -42,7 +42,7 @@ def install(waiting: Waiting) -> None:
 
 def _patch(waiting: Waiting, owner: Any, operation: str, device: Any) -> None:
     original: Any = getattr(owner, "synchronize")  # noqa: B009
-    waiting.patches.replace(owner, "synchronize", waiting.around(operation, original, device, Does.WAITS))
+    waiting.patches.replace(owner, "synchronize", waiting.around(Call(operation, Does.WAITS, device), original))
 
 
 def _of_stream(args: Args, kwargs: Keywords, result: Any) -> Any:

@@ -1,7 +1,7 @@
 """Batches that `DataLoader.__next__` waits for because they are copied into pinned memory.
 
 Without workers it copies itself. With workers a thread does, which hands the batch over: that is recorded where
-`__next__` was waiting meanwhile, all the time.
+`__next__` was waiting meanwhile, all the time. Either way the line is the user's that asked for the batch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
+from otel_dl.places import Place, here, place_of
 from otel_dl.recording.lane import NEXT
 from otel_dl.recording.records import clock
 from otel_dl.recording.waits import Wait
 
 if TYPE_CHECKING:
     from otel_dl.patches.synchronization.waiting import Waiting
+    from otel_dl.recording.lane import Lane
 
 PINNING = "DataLoader.pin_memory"
 
@@ -31,18 +33,25 @@ def install(waiting: Waiting) -> None:
     original: Any = owner.pin_memory
     run, patches, thread = waiting.run, waiting.patches, _Thread()
 
-    def is_waited_for() -> bool:
+    def who_waits() -> Lane | None:
         lane = run.stepper or run.main
-        return lane is not None and bool(lane.kinds & NEXT)
+        return lane if lane is not None and lane.kinds & NEXT else None
+
+    def place(lane: Lane) -> Place | None:
+        """Where it waits: None where it has gone on, and its line is another one already."""
+        if lane.thread is threading.current_thread():
+            return here()
+        found = place_of(lane.thread)
+        return found if who_waits() is lane else None
 
     def pinned(start: int) -> None:
         end = clock()
-        if run.active and is_waited_for():
-            run.note(Wait(PINNING, "", None, end - start), start, end)
+        if run.active and (lane := who_waits()) is not None:
+            run.note(Wait(PINNING, "", place(lane), end - start), start, end)
 
     @functools.wraps(original)
     def pin_memory(data: Any, *args: Any, **kwargs: Any) -> Any:
-        if thread.inside or not is_waited_for():  # it calls itself for each part of a batch
+        if thread.inside or who_waits() is None:  # it calls itself for each part of a batch
             return original(data, *args, **kwargs)
         thread.inside = True
         start = clock()

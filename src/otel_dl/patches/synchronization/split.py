@@ -1,9 +1,20 @@
-"""How much of a read from the device was waiting for what was queued before, and how much copying.
+"""How much of a copy between the CPU and the device was waiting for what was queued before, and how much copying.
 
-Two CUDA events, one recorded before the call and one after it. The first completes when the work that was queued before
-is done, so the time between them is the copy's, with some 10 us in which the host returns. Recording one is work that
-is queued, and no wait: nothing comes sooner or later than without, but for the record. Waiting for the stream before
-the call would tell the same, and make the copy start later, by the time in which the host hears of it.
+Two CUDA events, one recorded before the call and one after it, on the stream that the copy goes through: the device's
+current one, in both directions (ATen/native/cuda/Copy.cu: `copy_kernel_cuda`, 2.4-2.15, which copies there and waits
+for that stream, unless it is told not to block: then there are no events). The first completes when the work that was
+queued before is done, so the time between them is the copy's, with some 10 us in which the host returns.
+
+- From the device: the copy; what makes the tensor contiguous before it, and what casts it on the CPU after it.
+- To the device: from pageable memory CUDA reads into a buffer of its own, which goes over in the stream's order. What
+  the host does first (a cast, reading a list) is the copy's as well where the device had nothing to do meanwhile, and
+  else within the wait, which would have been as long without. A kernel that lays out the copy on the device (into a
+  slice, or another memory format) may run on after the host has returned, and counts as copying.
+
+Recording one is work that is queued, and no wait: nothing comes sooner or later than without, but for the record.
+Waiting for the stream before the call would tell the same, and make the copy start later, by the time in which the host
+hears of it. What computes as well (`nonzero`, a mask) is not split: the time between the events would be that of its
+own kernels, too, of which the last is still at work when the host has returned.
 
 They are read at a later call, in a thread that works with the device (a query from another one would invalidate a
 graph that is captured meanwhile), where they are complete. In steps that the head sampler keeps.
@@ -30,27 +41,23 @@ class Split:
         self._pending: deque[tuple[Any, Any, Any, Wait | None]] = deque()
         self._off = False
 
-    def begin(self, tensor: Any) -> Any:
-        """A mark before a call that reads `tensor`, which is waited for on its device's current stream; None where it
-        is not to be told: `tensor` is no CUDA device's, or the stream is being captured."""
-        if self._off:
+    def begin(self, device: Any) -> Any:
+        """A mark before a call that waits for this `torch.device`'s current stream; None where it is not to be told: it
+        is not known, or not CUDA's, or a stream is being captured."""
+        if self._off or device is None or device.type != "cuda":
             return None
         try:
             import torch
 
-            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-                device = tensor.device
-                if device.type != "cuda":
-                    return None
             cuda: Any = torch.cuda
             if cuda.is_current_stream_capturing():
                 return None
             self._read()
             if len(self._pending) >= _PENDING:
                 return None
-            free = self._free.setdefault(device, [])
-            before, after = free.pop() if free else (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
             stream = cuda.current_stream(device)
+            free = self._free.setdefault(stream.device, [])
+            before, after = free.pop() if free else (cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
             before.record(stream)
             return before, after, stream
         except Exception:

@@ -3,88 +3,110 @@
 `__array__` is not among them: it raises for a tensor on a device. `__getitem__` and `__setitem__` are seen only where
 there is C, which finds a way around the class's dict: there they would make Python take a tensor for a sequence
 (`PySequence_Check`), also once they are taken out, and torch reads a list of tensors in another way then. `wait_stream`
-and `record` make the device wait, not the host. What C++ calls itself, and functions of the module torch
-(`torch.nonzero`), are seen in the deep mode: torch finds a function of its own by identity (torch.jit.script,
-`__torch_function__`), so nothing can stand in its place.
+and `record` make the device wait, not the host. What C++ calls itself is seen in the deep mode.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.patches.synchronization import method
+from otel_dl.patches.synchronization.devices import crossed, device_named, device_of, on_device
+from otel_dl.patches.synchronization.functions import CONDITIONS, made, made_queue
 from otel_dl.patches.synchronization.method import Form
-from otel_dl.patches.synchronization.waiting import Does
+from otel_dl.patches.synchronization.waiting import Call, Does, always, unknown
 from otel_dl.recording import native
 
 if TYPE_CHECKING:
     from otel_dl.patches.synchronization.waiting import Args, Keywords, Waiting
 
 READ: Final = (
-    "__bool__", "__complex__", "__float__", "__index__", "__int__", "cpu", "item", "numpy", "tolist",
+    "__bool__", "__complex__", "__float__", "__index__", "__int__", "cpu", "is_nonzero", "item", "numpy", "tolist",
 )  # fmt: skip
 COMPUTED: Final = (
-    "__format__", "__repr__", "allclose", "argwhere", "bincount", "equal", "is_nonzero", "masked_select", "nonzero",
-    "repeat_interleave", "unique", "unique_consecutive",
+    "__format__", "__repr__", "allclose", "argwhere", "bincount", "equal", "inverse", "masked_select", "nonzero",
+    "pinverse", "repeat_interleave", "svd", "unique", "unique_consecutive",
 )  # fmt: skip
-"""What comes out has a size, or is a value, that only the device knows."""
-
-
-def device_of(tensor: Any) -> Any:
-    """The `torch.device` that holds what is in `tensor`; None: the CPU does, or nothing (it is fake, or no tensor).
-    No `__torch_function__` is asked."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    if not isinstance(tensor, c.TensorBase) or type(tensor) is FakeTensor:
-        return None
-    try:
-        with c.DisableTorchFunction():
-            device = c.TensorBase.device.__get__(tensor)
-    except Exception:
-        return None  # a subclass may have a device of its own making
-    return None if device.type in ("cpu", "meta") else device
+"""What comes out has a size, or is a value or an error, that only the device knows: `functions` has the sources."""
 
 
 def install(waiting: Waiting) -> None:
-    def own(args: Args, kwargs: Keywords, result: Any) -> Any:
+    def own(args: Args, kwargs: Keywords, result: Any = None) -> Any:
         return device_of(args[0])
 
     def of_index(args: Args, kwargs: Keywords, result: Any) -> Any:
         return device_of(args[0]) if _is_known_to_the_device(args[1]) else None
 
-    def patch(name: str, form: Form, device: Any, does: Does, counts: Any = None) -> None:
-        keywords = {} if counts is None else {"counts": counts}
-        around = functools.partial(waiting.around, f"Tensor.{name}", device=device, does=does, **keywords)
-        method.replace(waiting, name, form, around)
+    def patch(form: Form, name: str, does: Does, device: Any, queue: Any = unknown, **more: Any) -> None:
+        call = Call(f"Tensor.{name}", does, device, queue, **more)
+        method.replace(waiting, name, form, functools.partial(waiting.around, call))
 
     method.leave_to_dynamo(waiting.patches)
     for name in READ:
-        patch(name, Form.READS, own, Does.COPIES)
+        patch(Form.READS, name, Does.COPIES, own, own)
     for name in COMPUTED:
-        patch(name, Form.READS, own, Does.COMPUTES)
-    patch("cuda", Form.ALWAYS, _moved, Does.COMPUTES, _blocks)
+        patch(Form.READS, name, Does.COMPUTES, own, waits=CONDITIONS.get(name, always))
+    patch(Form.READS, "new_tensor", Does.COPIES, _made_of_another, _made_of_another_queue)
+    patch(Form.ALWAYS, "cuda", Does.COPIES, _moved, _to_cuda_queue, counts=_blocks)
     if method.is_fast(waiting) or waiting.run.settings.sync == "deep":
         # Every batch, every sample passes by here: in Python they would cost more than a flag test.
-        patch("to", Form.MOVES, _moved, Does.COMPUTES, _blocks)
-        patch("copy_", Form.MOVES, _copied, Does.COMPUTES, _blocks)
+        patch(Form.MOVES, "to", Does.COPIES, _moved, _moved_queue, counts=_blocks)
+        patch(Form.MOVES, "copy_", Does.COPIES, _copied, _copied_queue, counts=_blocks)
     if method.is_fast(waiting):
         torchs = native.hooks.subscript
-        reads = waiting.around("Tensor.__getitem__", torchs, of_index, Does.COMPUTES)
-        writes = waiting.around("Tensor.__setitem__", torchs, of_index, Does.COMPUTES, _is_no_fill)
-        method.replace_subscripts(waiting, reads, writes)
+        reads = Call("Tensor.__getitem__", Does.COMPUTES, of_index)
+        writes = Call("Tensor.__setitem__", Does.COMPUTES, of_index, counts=_is_no_fill)
+        method.replace_subscripts(waiting, waiting.around(reads, torchs), waiting.around(writes, torchs))
+
+
+def _made_of_another(args: Args, kwargs: Keywords, result: Any) -> Any:
+    return made(args[1:], kwargs, result)
+
+
+def _made_of_another_queue(args: Args, kwargs: Keywords) -> Any:
+    return made_queue(args[1:], kwargs, device_of(args[0]))
 
 
 def _moved(args: Args, kwargs: Keywords, result: Any) -> Any:
-    """Between the CPU and a device: between two of them, and on one, the host does not wait."""
-    source, target = device_of(args[0]), device_of(result)
-    return (source or target) if (source is None) != (target is None) and result is not None else None
+    return crossed(device_of(args[0]), device_of(result)) if result is not None else None
 
 
 def _copied(args: Args, kwargs: Keywords, result: Any) -> Any:
-    return _moved(args[1:] or tuple(kwargs.values()), kwargs, result)
+    return crossed(device_of(_source(args, kwargs)), device_of(args[0]))
+
+
+def _source(args: Args, kwargs: Keywords) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("other")
+
+
+def _moved_queue(args: Args, kwargs: Keywords, default: Any = None) -> Any:
+    """`default` is where it goes if no argument says so; None: nowhere."""
+    target = _named((*args[1:], *kwargs.values())) or default if _blocks(args, kwargs) else None
+    return crossed(device_of(args[0]), target if on_device(target) else None) if target is not None else None
+
+
+def _to_cuda_queue(args: Args, kwargs: Keywords) -> Any:
+    import torch
+
+    return _moved_queue(args, kwargs, torch.device("cuda"))
+
+
+def _copied_queue(args: Args, kwargs: Keywords) -> Any:
+    return _copied(args, kwargs, None) if _blocks(args, kwargs) else None
+
+
+def _named(arguments: Iterable[Any]) -> Any:
+    """The `torch.device` that one of the arguments of `to` or `cuda` names; None: none does."""
+    import torch
+
+    for given in arguments:
+        if isinstance(given, torch.Tensor):
+            return device_of(given) or torch.device("cpu")
+        if isinstance(given, (str, torch.device)) or type(given) is int:
+            return device_named(given)
+    return None
 
 
 def _blocks(args: Args, kwargs: Keywords) -> bool:

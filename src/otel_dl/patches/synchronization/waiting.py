@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from otel_dl.patches.synchronization.split import Split
 from otel_dl.places import here
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from otel_dl.recording.run import Run
 
 Args = tuple[Any, ...]
-Keywords = dict[str, Any]
+Keywords = Mapping[str, Any]
+Condition = Callable[[Args, Keywords], bool]
+Ended = Callable[[Any, BaseException | None], None]
+"""(the result, None) or (None, what was raised)."""
 
 
 class Does(Enum):
@@ -29,18 +32,44 @@ class Does(Enum):
     WAITS = 0
     """Nothing else."""
     COPIES = 1
-    """First it waits for the current stream, then it copies from the device and waits for that."""
+    """First it waits for the current stream, then it copies from the device, or to it, and waits for that."""
     COMPUTES = 2
-    """It queues work of its own and waits for what comes of it: one can't be told from the other."""
+    """It queues work of its own and waits for what comes of it: one can't be told from the other, the less so as the
+    last of that work (`nonzero` writes the indices once it knows how many) may still run when the host goes on."""
+
+
+def always(args: Args, kwargs: Keywords) -> bool:
+    return True
+
+
+def unknown(args: Args, kwargs: Keywords) -> Any:
+    return None
+
+
+class Call(NamedTuple):
+    """A function, or a method, that makes the host wait. All are called with the arguments."""
+
+    operation: str
+    does: Does
+    device: Callable[[Args, Keywords, Any], Any]
+    """Called with the result as well, None where it raised: which device it waited for; None or "": for none."""
+    queue: Callable[[Args, Keywords], Any] = unknown
+    """Called before: the `torch.device` whose current stream is waited for; None: none is, or it is not known."""
+    counts: Condition = always
+    """Whether it waits also where it took no time to speak of."""
+    waits: Condition = always
+    """Called before: whether it can be one that waits at all."""
+
+
+class Begun(NamedTuple):
+    call: Call
+    mark: Any
+    start: int
 
 
 class Thread(threading.local):
     inside = False
     """Whether it is in a call that is recorded: those within are part of it."""
-
-
-def always(args: Args, kwargs: Keywords) -> bool:
-    return True
 
 
 class Waiting:
@@ -58,79 +87,87 @@ class Waiting:
         self._is_compiling = is_dynamo_compiling
         self._tracing: Callable[[], object] = TracingContext.try_get
 
-    def around(
-        self,
-        operation: str,
-        original: Callable[..., Any],
-        device: Callable[[Args, Keywords, Any], Any],
-        does: Does,
-        counts: Callable[[Args, Keywords], bool] = always,
-    ) -> Callable[..., Any]:
-        """`original`, recorded under the name `operation`.
-
-        `device`, called with arguments and result (None where it raised), says which one it waited for; None or "":
-        for none. `counts`: whether it waits also where it took no time to speak of.
-        """
-        run, patches, thread, split = self.run, self.patches, self.thread, self._split
-        is_compiling = self._is_compiling
-        copies = does is Does.COPIES
+    def around(self, call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, recorded."""
+        begin, end = self._begin, self._end
 
         @functools.wraps(original)
         def waits(*args: Any, **kwargs: Any) -> Any:
-            if thread.inside or is_compiling():
-                return original(*args, **kwargs)
-            mark = None
-            thread.inside = True
-            try:
-                if copies and run.active and (step := run.current) is not None and step.head:
-                    mark = split.begin(args[0])
-                start = clock()
-            except BaseException as error:
-                thread.inside = False
-                patches.fault(error)
+            begun = begin(call, args, kwargs)
+            if begun is None:
                 return original(*args, **kwargs)
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
-                thread.inside = False
-                try:
-                    self._failed(operation, device(args, kwargs, None), start, error)
-                except BaseException as fault:
-                    patches.fault(fault)
+                end(begun, args, kwargs, None, error)
                 raise
-            end = clock()
-            try:
-                self._over(operation, device, args, kwargs, result, start, end, does, counts, mark)
-            except BaseException as error:
-                patches.fault(error)
-            finally:
-                thread.inside = False
+            end(begun, args, kwargs, result, None)
             return result
 
         return waits
 
-    def _over(
-        self, operation: str, device: Callable[[Args, Keywords, Any], Any], args: Args, kwargs: Keywords, result: Any,
-        start: int, end: int, does: Does, counts: Callable[[Args, Keywords], bool], mark: Any,
-    ) -> None:  # fmt: skip
+    def follow(
+        self, call: Call
+    ) -> Callable[[Args, Keywords | None], Callable[[Any, BaseException | None], None] | None]:
+        """What `Follow` of `_native.c` calls before a function is called, to record it."""
+
+        def begin(args: Args, kwargs: Keywords | None) -> Ended | None:
+            given = kwargs or {}
+            begun = self._begin(call, args, given)
+            return None if begun is None else functools.partial(self._end, begun, args, given)
+
+        return begin
+
+    def _begin(self, call: Call, args: Args, kwargs: Keywords) -> Begun | None:
+        """None where the call is not recorded: then it has not begun."""
+        thread, run = self.thread, self.run
+        if thread.inside or self._is_compiling():
+            return None
+        try:
+            if not call.waits(args, kwargs):
+                return None
+            thread.inside = True
+            mark = None
+            if call.does is Does.COPIES and run.active and (step := run.current) is not None and step.head:
+                mark = self._split.begin(call.queue(args, kwargs))
+            return Begun(call, mark, clock())
+        except BaseException as error:
+            thread.inside = False
+            self.patches.fault(error)
+            return None
+
+    def _end(self, begun: Begun, args: Args, kwargs: Keywords, result: Any, error: BaseException | None) -> None:
+        try:
+            end = clock()
+            if error is None:
+                self._over(begun, args, kwargs, result, end)
+            else:
+                self._failed(begun, begun.call.device(args, kwargs, None), end, error)
+        except BaseException as fault:
+            self.patches.fault(fault)
+        finally:
+            self.thread.inside = False
+
+    def _over(self, begun: Begun, args: Args, kwargs: Keywords, result: Any, end: int) -> None:
+        call, mark, start = begun
         wait: Wait | None = None
         long = end - start >= self._least
-        if (long or counts(args, kwargs)) and self._is_recorded():
-            of = device(args, kwargs, result)
+        if (long or call.counts(args, kwargs)) and self._is_recorded():
+            of = call.device(args, kwargs, result)
             if of is not None and not long:
                 self.run.note(SHORT, start, end)
             elif of is not None:
-                wait = Wait(operation, str(of), here(), end - start)
-                if does is Does.WAITS:
+                wait = Wait(call.operation, str(of), here(), end - start)
+                if call.does is Does.WAITS:
                     wait.copied = 0
                 self.run.note(wait, start, end)
         if mark is not None:
             self._split.end(mark, wait)
 
-    def _failed(self, operation: str, of: Any, start: int, error: BaseException) -> None:
+    def _failed(self, begun: Begun, of: Any, end: int, error: BaseException) -> None:
         if of is not None and self._is_recorded():
-            end = clock()
-            self.run.note(Wait(operation, str(of), here(), end - start), start, end, Failure.of(error))
+            wait = Wait(begun.call.operation, str(of), here(), end - begun.start)
+            self.run.note(wait, begun.start, end, Failure.of(error))
 
     def seen(self, operation: str) -> None:
         """The host is about to wait in C++, within no call that is recorded: it is not known until when."""
