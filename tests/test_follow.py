@@ -83,6 +83,96 @@ def test_the_gate_is_asked_unless_it_is_always_open(followed: Followed) -> None:
     assert len(followed.told) == 2
 
 
+META = torch.ones(1, device="meta")
+PLACE = (
+    torch._C._has_torch_function_unary,  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    torch._C.TensorBase.__dict__["is_cpu"],  # pyright: ignore[reportPrivateUsage]
+    torch.device("cpu"),
+)
+
+
+class Own(torch.Tensor):
+    """It may have overridden anything."""
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "looked_at"),
+    [
+        (torch.add, lambda: torch.add(ONE, 1), False),
+        (torch.add, lambda: torch.add(META, 1), True),
+        (torch.add, lambda: torch.add(input=META, other=1), True),
+        (torch.add, lambda: torch.add(1, META), True),  # type: ignore[call-overload]
+        (torch.add, lambda: torch.add(ONE.as_subclass(Own), 1), True),
+        (torch.cat, lambda: torch.cat([ONE, ONE]), False),
+        (torch.cat, lambda: torch.cat((META, META)), True),
+        (torch.tensor, lambda: torch.tensor([[1.0, 2.0]]), False),
+        (torch.tensor, lambda: torch.tensor([]), False),
+        (torch.tensor, lambda: torch.tensor([1], device="cpu"), False),
+        (torch.tensor, lambda: torch.tensor([1], device=torch.device("cpu")), False),
+        (torch.tensor, lambda: torch.tensor([1], device=None), False),
+        (torch.tensor, lambda: torch.tensor([1], device="meta"), True),
+        (torch.tensor, lambda: torch.tensor([1], device=torch.device("meta")), True),
+        (torch.as_tensor, lambda: torch.as_tensor(ONE, device="meta"), True),
+    ],
+)
+def test_a_place_as_gate_is_open_where_another_one_than_the_cpu_is_spoken_of(
+    function: Any, call: Callable[[], Any], looked_at: bool
+) -> None:
+    begun: list[Any] = []
+    following = follow(function, PLACE, lambda *given: begun.append(given))
+    try:
+        call()
+    finally:
+        following.restore()
+    assert len(begun) == looked_at
+
+
+def test_a_place_as_gate_may_say_how_many_arguments_at_most() -> None:
+    begun: list[Any] = []
+    following = follow(torch.add, (*PLACE, 2), lambda *given: begun.append(given))
+    try:
+        torch.add(META, 1), torch.add(input=META, other=1), torch.add(META, 1, alpha=2)
+    finally:
+        following.restore()
+    assert len(begun) == 2
+
+
+@pytest.mark.parametrize("gate", [(), PLACE[:2], (*PLACE[:1], "no getter", *PLACE[2:])])
+def test_a_place_that_is_none_is_refused(gate: Any) -> None:
+    with pytest.raises(TypeError):
+        follow(torch.add, gate, print)
+
+
+def test_many_are_told_apart_and_put_back_one_by_one() -> None:
+    functions: Any = torch._C._VariableFunctions  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    names = [name for name in dir(functions) if not name.startswith("_")]
+    told: list[str] = []
+    following: dict[str, Any] = {}
+    for name in names:
+        try:
+            following[name] = follow(getattr(functions, name), lambda: True, lambda *_, name=name: told.append(name))
+        except TypeError:
+            continue  # it is called in another way
+        except ValueError:
+            break  # no more can be
+    try:
+        assert len(following) == 64
+        each = {name: getattr(functions, name) for name in following}
+        for name, function in each.items():
+            for _ in range(2):
+                with pytest.raises(TypeError):
+                    function(nothing=1)
+            assert told == [name] * 2
+            following.pop(name).restore()
+            with pytest.raises(TypeError):
+                function(nothing=1)
+            assert told == [name] * 2
+            told.clear()
+    finally:
+        for each_follow in following.values():
+            each_follow.restore()
+
+
 def test_what_it_raises_is_told_and_raised(followed: Followed) -> None:
     with pytest.raises(TypeError, match="add") as caught:
         torch.add(ONE, bad=1)  # type: ignore[call-overload]

@@ -1869,10 +1869,11 @@ static PyMethodDef functions[] = {{"own_method", own_method, METH_O, NULL},
  * has its own (pybind11 3), which is called from ours. All else about the object stays: which it is, its type and
  * names, its method definition, of whose address its hash is made. One thing is lost: f(**{}) is f().
  *
- * `gate` says whether a call is worth a look: a function without arguments; or (overrides, is_cpu, cpu), as a Method has
- * them, and then a call is that has to do with another place than the CPU. Then `begin` gets (args, kwargs or None) and returns None, or what is
- * called with (result, None) or (None, error) once the builtin has returned or raised. What these two raise is raised
- * (see `Patches.fault`), but for want of stack or memory.
+ * `gate` says whether a call is worth a look: a function without arguments; or (overrides, is_cpu, cpu[, most]), as a
+ * Method has them, and then a call is that has to do with another place than the CPU, and `most` arguments at most.
+ * Then `begin` gets (args, kwargs or None) and returns None, or what is called with (result, None) or (None, error) once
+ * the builtin has returned or raised. What these two raise is raised (see `Patches.fault`), but for want of stack or
+ * memory.
  */
 
 enum { FOLLOW_MOST = 64 };
@@ -1881,6 +1882,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *function, *gate, *begin;
     PyObject *overrides, *is_cpu, *cpu; /* borrowed from the gate; NULL: it is a function */
+    Py_ssize_t most;
     vectorcallfunc own; /* the builtin's, if it has one */
     char always; /* the gate is open whatever it says */
 } Follow;
@@ -1935,8 +1937,10 @@ follow_is_open(Follow *self, PyObject *args, PyObject *kwargs)
 {
     if (self->always)
         return 1;
-    if (self->is_cpu != NULL)
-        return follow_leaves_cpu(self, args, kwargs);
+    if (self->is_cpu != NULL) {
+        Py_ssize_t count = PyTuple_GET_SIZE(args) + (kwargs == NULL ? 0 : PyDict_GET_SIZE(kwargs));
+        return count <= self->most ? follow_leaves_cpu(self, args, kwargs) : 0;
+    }
     PyObject *yes = PyObject_CallNoArgs(self->gate);
     Py_XDECREF(yes);
     return yes == NULL ? -1 : yes == Py_True;
@@ -2053,8 +2057,10 @@ follow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     PyObject *overrides = NULL, *is_cpu = NULL, *cpu = NULL;
+    Py_ssize_t most = PY_SSIZE_T_MAX;
     if (PyTuple_Check(gate)
-        && !PyArg_ParseTuple(gate, "OO!O;a gate is (overrides, is_cpu, cpu)", &overrides, &PyGetSetDescr_Type, &is_cpu, &cpu))
+        && !PyArg_ParseTuple(gate, "OO!O|n;a gate is (overrides, is_cpu, cpu[, most])", &overrides, &PyGetSetDescr_Type,
+                             &is_cpu, &cpu, &most))
         return NULL;
     Follow **free = follow_find(function, NULL);
     if (free == NULL) {
@@ -2071,6 +2077,7 @@ follow_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->overrides = overrides;
     self->is_cpu = is_cpu;
     self->cpu = cpu;
+    self->most = most;
     *free = (Follow *)Py_NewRef((PyObject *)self);
     ((PyCFunctionObject *)function)->vectorcall = follow_call;
     return (PyObject *)self;

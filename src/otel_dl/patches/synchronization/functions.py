@@ -58,6 +58,7 @@ def install(waiting: Waiting) -> None:
         return
     c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     gate = c._has_torch_function_unary, c.TensorBase.__dict__["is_cpu"], torch.device("cpu")
+    alone = *gate, 1  # `where` of three arguments, which is called often, waits for nothing
     followed: list[Any] = []
 
     def restored(after_fault: bool) -> None:
@@ -68,7 +69,7 @@ def install(waiting: Waiting) -> None:
     for owner, name, call in calls(c):
         function: Any = getattr(owner, name, None)
         if isinstance(function, BuiltinFunctionType):
-            followed.append(follow(function, gate, waiting.follow(call)))
+            followed.append(follow(function, alone if name == "where" else gate, waiting.follow(call)))
 
 
 def calls(c: Any) -> Iterator[tuple[Any, str, Call]]:
@@ -111,10 +112,6 @@ def _tensor(given: Iterable[Any]) -> Any:
 # What depends on the arguments.
 
 
-def _is_alone(args: Args, kwargs: Keywords) -> bool:
-    return len(args) + len(kwargs) == 1
-
-
 def _repeats_are_a_tensor(args: Args, kwargs: Keywords) -> bool:
     import torch
 
@@ -130,10 +127,7 @@ def _asks_for_the_largest(args: Args, kwargs: Keywords) -> bool:
     return kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1
 
 
-CONDITIONS: Final[Mapping[str, Condition]] = {
-    "repeat_interleave": _repeats_are_a_tensor,
-    "where": _is_alone,
-}
+CONDITIONS: Final[Mapping[str, Condition]] = {"repeat_interleave": _repeats_are_a_tensor}
 """When a function, or a method, of this name waits."""
 
 
