@@ -36,6 +36,9 @@ CASES: dict[str, Callable[[], object]] = {
     ".copy_(x)": lambda: matrix.copy_(matrix),
     "x[0]": lambda: matrix[0],
     "x[mask]": lambda: matrix[mask],
+    "torch.nonzero(x)": lambda: torch.nonzero(matrix),
+    "torch.where(mask, x, x)": lambda: torch.where(mask, matrix, matrix),
+    "torch.tensor([1.0])": lambda: torch.tensor([1.0]),
     "a + b": lambda: matrix + matrix,
 }
 

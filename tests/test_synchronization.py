@@ -14,6 +14,8 @@ import operator
 import os
 import pickle
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from support import children
+from support.convolving import is_followed
 from support.inprocess import Recorded, recording
 from support.validate import from_sdk, validate
 from torch import nn
@@ -32,6 +35,7 @@ import otel_dl
 from otel_dl.patches.synchronization import functions, split, tensor, waiting
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
+from otel_dl.recording.lane import NEXT
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HAS_DEVICE = hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend")
@@ -206,7 +210,8 @@ def test_without_a_driver_synchronize_raises_as_ever() -> None:
 # Nobody can tell.
 
 
-NAMES = [*tensor.READ, *tensor.COMPUTED, "cuda", "to", "copy_"]
+NAMES = [*tensor.READ, *tensor.COMPUTED, "cuda", "to", "copy_", "new_tensor"]
+FUNCTIONS = {(call.operation, name): getattr(owner, name) for owner, name, call in functions.calls(torch._C)}
 PYTHONS = ("__format__", "__repr__", "unique", "unique_consecutive")
 """Functions of torch's that are written in Python."""
 
@@ -264,6 +269,54 @@ class TestUnseen:
         moved = pickle.loads(pickle.dumps(torch.ones(2).item))
         assert type(moved) is type(torch.ones(2).item)
 
+    def test_functions_of_torch_are_followed_and_the_objects_that_they_were(self, in_c: bool) -> None:
+        def shown() -> list[Any]:
+            return [
+                (id(each), hash(each), repr(each), dir(each), each.__reduce__(), torch.overrides.resolve_name(each))
+                for each in FUNCTIONS.values()
+            ]
+
+        assert len(FUNCTIONS) > 30
+        assert [name for (name, _), each in FUNCTIONS.items() if is_followed(each) != in_c] == []
+        assert all(pickle.loads(pickle.dumps(each)) is copy.deepcopy(each) is each for each in FUNCTIONS.values())
+        assert torch.nonzero is FUNCTIONS["torch.nonzero", "nonzero"] is torch._C._VariableFunctions.nonzero
+        assert torch.linalg.inv is FUNCTIONS["torch.linalg.inv", "linalg_inv"]
+        assert nn.functional.one_hot is FUNCTIONS["torch.nn.functional.one_hot", "one_hot"]
+        within = shown()
+        self.recorded.finish()
+        assert [name for (name, _), each in FUNCTIONS.items() if is_followed(each)] == []
+        assert shown() == within
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda: torch.nonzero(),
+            lambda: torch.nonzero(torch.ones(2), nothing=1),
+            lambda: torch.nonzero("no tensor"),
+            lambda: torch.where("no tensor"),
+            lambda: torch.tensor(),
+            lambda: torch.tensor([1], device="nowhere"),
+            lambda: torch.tensor(["a"], device="meta"),
+            lambda: torch.equal(torch.ones(2, device="meta"), torch.ones(2)),
+            lambda: torch.nonzero(torch.ones(2, device="meta").bool(), out=1),
+            lambda: torch.linalg.inv(torch.ones(2, 2)),
+            lambda: torch.repeat_interleave(),
+            lambda: torch.repeat_interleave(torch.ones(2, device="meta"), repeats="often"),
+            lambda: nn.functional.one_hot(torch.ones(2, device="meta")),
+        ],
+    )
+    def test_wrong_calls_of_functions_raise_what_they_raised(self, wrong: Callable[[], object]) -> None:
+        def raised() -> tuple[type[BaseException], str]:
+            with pytest.raises(Exception) as caught, otel_dl.step():  # noqa: PT011
+                wrong()
+            return type(caught.value), str(caught.value)
+
+        within = raised()
+        self.recorded.finish()
+        with pytest.raises(within[0]) as without:
+            wrong()
+        assert str(without.value) == within[1]
+
     def test_a_tensor_on_the_cpu_has_its_own_method(self) -> None:
         assert type(torch.ones(()).item) is type(self.originals["item"].__get__(torch.ones(())))
 
@@ -310,6 +363,12 @@ class TestUnseen:
             total.item(), float(total), int(total), bool(total), complex(total), x.tolist(), x.cpu(), x.numpy().sum(),
             x.to(torch.float64).dtype, x.to("cpu"), x.to(torch.device("cpu")), x.to(y), y.copy_(x), x[0], x[:, 1],
             x[..., None], x[x > 0], x[torch.tensor([0, 1])], x.nonzero(), x.unique(), x.equal(x), repr(x), y,
+            torch.nonzero(x), torch.nonzero(input=x, as_tuple=True), torch.where(x > 0), torch.where(x > 0, x, y),
+            torch.masked_select(x, x > 1), torch.equal(x, x), torch.allclose(x, y), torch.unique(x), torch.argwhere(x),
+            torch.unique(x, dim=0, return_counts=True), torch.unique_consecutive(x), torch.bincount(x.flatten().long()),
+            torch.repeat_interleave(x, torch.tensor(2)), torch.as_tensor(x, device="cpu"), torch.linalg.svdvals(x),
+            torch.linalg.inv(x @ x.mT), nn.functional.one_hot(x.long()), torch.tensor([[1.0, 2.0]], device="cpu"),
+            torch.tensor([x[0, 0], x[0, 1]]), x.new_tensor([1]),
         ]  # fmt: skip
 
     def test_values_are_the_same(self) -> None:
@@ -395,6 +454,9 @@ class TestUnseen:
             with otel_dl.step():
                 with pytest.raises(DataDependentOutputException):
                     x.sum().item()
+                with pytest.raises(DataDependentOutputException):
+                    torch.equal(x, x)
+                assert torch.tensor([1.0], device="cuda").device.type == "cuda"
                 assert x.cpu().device.type == "cpu"
                 assert x[:2].device.type == "cuda"
         self.recorded.finish()
@@ -407,7 +469,24 @@ class TestUnseen:
             y = x.to(torch.float64).cpu()
             if bool(y.sum() > 0):
                 y[0] = y[1] * int(x.sum().item())
+            if torch.equal(y, x) and torch.nonzero(x).numel() > 7:
+                y = torch.masked_select(y, torch.where(y > 0, y, x) > 1)
             return y[y > 0]
+
+        def compiled() -> list[str]:
+            torch.compiler.reset()
+            graphs: list[str] = []
+
+            def backend(module: Any, inputs: Any) -> Any:
+                graphs.append(module.code)
+                return module
+
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                x = torch.where(x > 0, x, torch.tensor([0.0])) + torch.repeat_interleave(x, 1)
+                return torch.nonzero(x) + torch.linalg.cholesky(torch.ones(1, 1)).long()
+
+            result = torch.compile(forward, backend=backend)(torch.ones(4))
+            return [*graphs, str(result)]
 
         def traced(x: torch.Tensor) -> torch.Tensor:
             return x[0].to(torch.float64) + x[1:].cpu()
@@ -420,6 +499,9 @@ class TestUnseen:
                 re.sub("#.*", "", str(torch.jit.trace(traced, x).graph)),  # where it says which line it came from
                 torch.fx.symbolic_trace(traced).code,
                 str(torch.func.vmap(traced)(torch.ones(2, 3))),
+                str(torch.func.vmap(torch.linalg.inv)(torch.eye(2).expand(3, 2, 2))),
+                str(torch.func.grad(lambda x: torch.where(x > 0, x, torch.tensor(2.0)).sum())(x)),
+                *compiled(),
                 str(torch.func.grad(lambda x: x[0].to(torch.float64).sum())(x)),
                 str(torch.export.export(_Module(traced), (x,)).graph),
             ]
@@ -670,18 +752,74 @@ class Batch:
         return self
 
 
-def test_pinning_within_next_is_told() -> None:
-    loader = torch.utils.data.DataLoader(range(3), batch_size=1, collate_fn=lambda items: [Batch(items[0])] * 2)
-    with recording() as recorded:
-        batches: Any = iter(loader)
-        batches._pin_memory, batches._pin_memory_device = True, None
-        for batch in batches:
-            with otel_dl.step():
-                assert len(batch) == 2
+class Fed(torch.utils.data.Dataset[int]):
+    """Gives what it is fed."""
+
+    def __init__(self, food: Any) -> None:
+        self.food = food
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return self.food.get()
+
+
+def pair(items: list[int]) -> list[Batch]:
+    return [Batch(items[0])] * 2
+
+
+def pinned(recorded: Recorded, line: int) -> None:
     waits = recorded.named("cuda.synchronize")
     nexts = {span.context.span_id for span in recorded.named("dataloader.next")}
     assert [wait.attributes["dl.sync.op"] for wait in waits] == ["DataLoader.pin_memory"] * 3, "one a batch"
     assert {wait.parent.span_id for wait in waits} <= nexts
+    assert [(wait.attributes["code.file.path"], wait.attributes["code.line.number"]) for wait in waits] == [
+        (__file__, line)
+    ] * 3
+
+
+def test_pinning_within_next_is_told() -> None:
+    loader = torch.utils.data.DataLoader(range(3), batch_size=1, collate_fn=pair)
+    with recording() as recorded:
+        batches: Any = iter(loader)
+        batches._pin_memory, batches._pin_memory_device = True, None
+        line = sys._getframe().f_lineno + 1
+        for batch in batches:
+            with otel_dl.step():
+                assert len(batch) == 2
+    pinned(recorded, line)
+
+
+@pytest.mark.skipif(not HAS_DEVICE, reason="before, pinning asks CUDA's driver")
+def test_pinning_in_its_thread_is_told_with_the_line_that_waits_for_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own thread, as if there was a device. Each batch is read only once it is waited for."""
+    for name, value in (("is_available", True), ("current_device_index", 0), ("set_device_index", None)):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    food: Any = torch.multiprocessing.get_context("fork").SimpleQueue()
+    loader = torch.utils.data.DataLoader(
+        Fed(food), batch_size=1, collate_fn=pair, num_workers=1, pin_memory=True, multiprocessing_context="fork"
+    )
+    had, waited = threading.Semaphore(1), threading.Event()
+    with recording() as recorded:
+
+        def feed() -> None:
+            for index in range(3):
+                had.acquire(timeout=60)
+                while not (recorded.run.main and recorded.run.main.kinds & NEXT):
+                    waited.wait(0.001)
+                food.put(index)
+
+        thread = threading.Thread(target=feed)
+        thread.start()
+        line = sys._getframe().f_lineno + 1
+        for batch in loader:
+            with otel_dl.step():
+                assert len(batch) == 2
+            had.release()
+        thread.join()
+    pinned(recorded, line)
 
 
 def test_pinning_while_nobody_waits_for_it_is_none() -> None:

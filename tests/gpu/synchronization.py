@@ -40,12 +40,18 @@ def _cycles() -> int:
 
 
 def _cases() -> list[Case]:
-    """(operation, call, whether it is told how much of it was copying); a line for each, which is the truth."""
+    """(operation, call, whether it is told how much of it was copying); a line for each, which is the truth.
+
+    Small, so that the 50 ms are the wait: `a_copy_is_told_from_waiting` looks at the other side."""
     x = torch.arange(8.0, device="cuda")
     one, flag = torch.tensor(1, device="cuda"), torch.tensor(True, device="cuda")
-    mask, host = x > 3, torch.zeros(8)
+    mask, host, pinned = x > 3, torch.zeros(8), torch.zeros(8, pin_memory=True)
+    repeats, square = torch.ones(8, dtype=torch.long, device="cuda"), torch.eye(4, device="cuda")
     parameter = nn.Parameter(torch.ones(8, device="cuda"))
     parameter.grad = torch.ones(8, device="cuda")
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(x)
     event, stream = torch.cuda.Event(), torch.cuda.current_stream()
     return [
         ("Tensor.item", lambda: one.item(), True),
@@ -57,17 +63,49 @@ def _cases() -> list[Case]:
         ("Tensor.tolist", lambda: x.tolist(), True),
         ("Tensor.cpu", lambda: x.cpu(), True),
         ("Tensor.numpy", lambda: x.numpy(force=True), True),
-        ("Tensor.to", lambda: x.to("cpu"), False),
-        ("Tensor.to", lambda: host.to("cuda"), False),
-        ("Tensor.cuda", lambda: host.cuda(), False),
-        ("Tensor.copy_", lambda: host.copy_(x), False),
-        ("Tensor.copy_", lambda: x.copy_(host), False),
+        ("Tensor.to", lambda: x.to("cpu"), True),
+        ("Tensor.to", lambda: x.to("cpu", torch.float64), True),
+        ("Tensor.to", lambda: x[::2].to("cpu"), True),
+        ("Tensor.to", lambda: host.to("cuda"), True),
+        ("Tensor.to", lambda: host.to("cuda", torch.float16), True),
+        ("Tensor.to", lambda: pinned.to("cuda"), True),
+        ("Tensor.cuda", lambda: host.cuda(), True),
+        ("Tensor.copy_", lambda: host.copy_(x), True),
+        ("Tensor.copy_", lambda: x.copy_(host), True),
+        ("Tensor.copy_", lambda: x[::2].copy_(host[::2]), True),
+        ("Tensor.new_tensor", lambda: x.new_tensor([1.0, 2.0]), True),
         ("Tensor.nonzero", lambda: x.nonzero(), False),
         ("Tensor.masked_select", lambda: x.masked_select(mask), False),
         ("Tensor.unique", lambda: x.unique(), False),
         ("Tensor.equal", lambda: x.equal(x), False),
         ("Tensor.__getitem__", lambda: x[mask], False),
         ("Tensor.__repr__", lambda: repr(x), False),
+        ("torch.nonzero", lambda: torch.nonzero(x), False),
+        ("torch.where", lambda: torch.where(mask), False),
+        ("torch.argwhere", lambda: torch.argwhere(x), False),
+        ("torch.masked_select", lambda: torch.masked_select(x, mask), False),
+        ("torch.equal", lambda: torch.equal(x, x + 0), False),
+        ("torch.allclose", lambda: torch.allclose(x, x), False),
+        ("torch.is_nonzero", lambda: torch.is_nonzero(one), True),
+        ("torch.bincount", lambda: torch.bincount(repeats), False),
+        ("torch.repeat_interleave", lambda: torch.repeat_interleave(x, repeats), False),
+        ("torch.unique", lambda: torch.unique(x), False),
+        ("torch.unique", lambda: torch.unique(square, dim=0), False),
+        ("torch.unique_consecutive", lambda: torch.unique_consecutive(x), False),
+        ("torch.nn.functional.one_hot", lambda: nn.functional.one_hot(repeats), False),
+        ("torch.linalg.inv", lambda: torch.linalg.inv(square), False),
+        ("torch.linalg.cholesky", lambda: torch.linalg.cholesky(square), False),
+        ("torch.linalg.solve", lambda: torch.linalg.solve(square, square), False),
+        ("torch.linalg.lu_factor", lambda: torch.linalg.lu_factor(square), False),
+        ("torch.linalg.ldl_factor", lambda: torch.linalg.ldl_factor(square), False),
+        ("torch.linalg.eigh", lambda: torch.linalg.eigh(square), False),
+        ("torch.linalg.svd", lambda: torch.linalg.svd(square), False),
+        ("torch.linalg.pinv", lambda: torch.linalg.pinv(square), False),
+        ("torch.linalg.inv_ex", lambda: torch.linalg.inv_ex(square, check_errors=True), False),
+        ("torch.tensor", lambda: torch.tensor([1.0, 2.0], device="cuda"), True),
+        ("torch.tensor", lambda: torch.tensor([one, one]), True),
+        ("torch.as_tensor", lambda: torch.as_tensor(host, device="cuda"), True),
+        ("Tensor.item", lambda: scaler.step(optimizer) or scaler.update(), True),
         ("Tensor.__bool__", lambda: nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True), True),
         ("torch.cuda.synchronize", lambda: torch.cuda.synchronize(), True),
         ("torch.cuda.Stream.synchronize", lambda: stream.synchronize(), True),
@@ -115,20 +153,28 @@ def each_waits_for_what_is_queued(table: Table) -> None:
 
 
 def a_copy_is_told_from_waiting(table: Table) -> None:
-    """The other way around: nothing is queued, and there is much to copy into pageable memory."""
+    """The other way around: nothing is queued, and there is much to copy, out of pageable memory or into it."""
     large, one = torch.ones(256 * 2**20, dtype=torch.uint8, device="cuda"), torch.tensor(1, device="cuda")
-    large.cpu()
-    torch.cuda.synchronize()
-    with recording() as recorded:
-        with otel_dl.step():
-            large.cpu()
+    host = large.cpu()
+    copies: dict[str, Callable[[], object]] = {
+        "cpu()": lambda: large.cpu(),
+        'to("cpu")': lambda: large.to("cpu"),
+        'to("cuda")': lambda: host.to("cuda"),
+        "copy_(host)": lambda: large.copy_(host),
+    }
+    for name, copy in copies.items():
+        copy()
         torch.cuda.synchronize()
-        with otel_dl.step():
-            one.item()
-    wait = max(recorded.named("cuda.synchronize"), key=lambda each: each.end_time - each.start_time)
-    ms, said = (wait.end_time - wait.start_time) / 1e6, wait.attributes
-    table.add("256 MiB.cpu() with nothing queued is copying", f"{said.get('dl.sync.copy_ms', 0.0):.2f} ms",
-              f"most of {ms:.2f} ms", said.get("dl.sync.copy_ms", 0.0) > 0.8 * ms)  # fmt: skip
+        with recording() as recorded:
+            with otel_dl.step():
+                copy()
+            torch.cuda.synchronize()
+            with otel_dl.step():
+                one.item()
+        wait = max(recorded.named("cuda.synchronize"), key=lambda each: each.end_time - each.start_time)
+        ms, said = (wait.end_time - wait.start_time) / 1e6, wait.attributes
+        table.add(f"256 MiB.{name} with nothing queued is copying", f"{said.get('dl.sync.copy_ms', 0.0):.2f} ms",
+                  f"most of {ms:.2f} ms", said.get("dl.sync.copy_ms", 0.0) > 0.8 * ms)  # fmt: skip
 
 
 def nothing_is_waited_for_on_top(table: Table) -> None:
@@ -141,7 +187,7 @@ def nothing_is_waited_for_on_top(table: Table) -> None:
         began = time.perf_counter()
         for _ in range(100):
             host.to("cuda", non_blocking=True)
-            x[0], x.to(torch.float64), x[x.long()]
+            x[0], x.to(torch.float64), x[x.long()], torch.where(x > 0, x, x), torch.repeat_interleave(x, 2)
         queued = (time.perf_counter() - began) * 1e3
         torch.cuda.synchronize()
     table.at_most("100 times what is not waited for, behind the kernel", queued, KERNEL_MS / 2)
@@ -170,16 +216,16 @@ def deep(table: Table) -> None:
     x = torch.arange(8.0, device="cuda")
     with recording(sync="deep") as recorded:
         with otel_dl.step():
-            torch.nonzero(x)
+            torch.ops.aten.nonzero(x)
         with otel_dl.step():
-            torch.masked_select(x, x > 3)
+            torch.isin(x, x.repeat(100))
         with otel_dl.step():
             x.sum().item()
     told: dict[int, list[Any]] = {}
     for each in recorded.named("cuda.synchronize"):
         told.setdefault(each.context.trace_id, []).append(each.attributes["dl.sync.op"])
     steps = [step.context.trace_id for step in recorded.named("train.step")]
-    for name, trace in zip(("torch.nonzero", "torch.masked_select"), steps, strict=False):
+    for name, trace in zip(("torch.ops.aten.nonzero", "torch.isin"), steps, strict=False):
         table.add(f"deep sees {name}", told.get(trace), "cudaStreamSynchronize",
                   "cudaStreamSynchronize" in told.get(trace, []))  # fmt: skip
     table.add("deep tells a wait within .item() once", told.get(steps[2], []), "Tensor.item at most",

@@ -2,7 +2,7 @@
 
 The hooks of `_native` record the ordinary event themselves and hand everything else to a Python function; without them
 (no C compiler at installation, `OTEL_DL_NATIVE=false`) that function is what stands in the attribute, and the same
-comes out of it. `Follow` alone, for convolutions, has nothing in its place.
+comes out of it. `Follow` alone, for functions of torch (convolutions, waits), has nothing in its place.
 """
 
 from __future__ import annotations
