@@ -604,7 +604,9 @@ def test_in_c_indices_are_looked_at_without_a_change_to_any_dict() -> None:
         assert (slots(kind)[get], slots(kind)[set_]) == (before[get], before[set_])
 
 
-@pytest.mark.parametrize("work", [lambda x: x[x > 1], lambda x: x.masked_select(x > 1)])
+@pytest.mark.parametrize(
+    "work", [lambda x: x[x > 1], lambda x: x.masked_select(x > 1), lambda x: torch.masked_select(x, x > 1)]
+)
 def test_a_fault_of_ours_takes_it_back_from_within(work: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     before, zeros = slots(torch.Tensor), iter([0] * 5)
     fails = map(operator.truediv, itertools.repeat(1), zeros)  # without a frame, which would be somebody else's
@@ -614,6 +616,7 @@ def test_a_fault_of_ours_takes_it_back_from_within(work: Callable[[Any], Any], m
         for _ in range(3):
             assert torch.equal(work(mine), torch.tensor([2.0, 3.0]))
         assert slots(torch.Tensor) == before
+        assert [name for (name, _), each in FUNCTIONS.items() if is_followed(each)] == []
     assert len(list(zeros)) == 4, "it failed once"
 
 
