@@ -512,6 +512,30 @@ class TestUnseen:
         assert outcome() == within
 
 
+@pytest.mark.skipif(native.hooks is None, reason="functions are followed in C")
+def test_torch_compile_does_not_compile_what_is_called_around_a_function() -> None:
+    """A function that it gives up runs as it is, and whatever is called there is looked at."""
+    from torch._dynamo.utils import counters
+
+    def given_up(x: torch.Tensor) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            made.append(torch.as_tensor(x, device="meta"))
+        return made
+
+    def compiled() -> tuple[list[str], dict[str, int]]:
+        torch.compiler.reset()
+        counters.clear()
+        function = torch.compile(given_up, backend="eager")
+        return [str(each.device) for _ in range(3) for each in function(torch.ones(2))], dict(counters["frames"])
+
+    without = compiled()
+    with recording(), otel_dl.step():
+        assert is_followed(torch.as_tensor)
+        assert compiled() == without
+
+
 class _Module(nn.Module):
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

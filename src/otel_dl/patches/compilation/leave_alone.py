@@ -18,7 +18,10 @@ from otel_dl.log import logger
 from otel_dl.patches import __name__ as WRAPPERS
 
 _PACKAGE: Final = __name__.partition(".")[0]
-_CALLED_BACK: Final = tuple(f"{WRAPPERS}.cudnn.{name}" for name in ("calls", "keys", "spans", "watch"))
+_CALLED_BACK: Final = (
+    *(f"{WRAPPERS}.cudnn.{name}" for name in ("calls", "keys", "spans", "watch")),
+    *(f"{WRAPPERS}.synchronization.{name}" for name in ("devices", "functions", "split")),
+)
 """Modules among the wrappers' that wrap nothing: they are called before and after, from C."""
 
 

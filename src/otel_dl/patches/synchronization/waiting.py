@@ -61,10 +61,9 @@ class Call(NamedTuple):
     """Called before: whether it can be one that waits at all."""
 
 
-class Begun(NamedTuple):
-    call: Call
-    mark: Any
-    start: int
+Begun = tuple[Call, Any, int]
+"""A call, what `Split.begin` returned, and when (`clock`). A tuple without names: making one is a call of no function,
+which torch.compile would look at."""
 
 
 class Thread(threading.local):
@@ -130,7 +129,7 @@ class Waiting:
             mark = None
             if call.does is Does.COPIES and run.active and (step := run.current) is not None and step.head:
                 mark = self._split.begin(call.queue(args, kwargs))
-            return Begun(call, mark, clock())
+            return call, mark, clock()
         except BaseException as error:
             thread.inside = False
             self.patches.fault(error)
@@ -142,7 +141,7 @@ class Waiting:
             if error is None:
                 self._over(begun, args, kwargs, result, end)
             else:
-                self._failed(begun, begun.call.device(args, kwargs, None), end, error)
+                self._failed(begun, args, kwargs, end, error)
         except BaseException as fault:
             self.patches.fault(fault)
         finally:
@@ -164,10 +163,11 @@ class Waiting:
         if mark is not None:
             self._split.end(mark, wait)
 
-    def _failed(self, begun: Begun, of: Any, end: int, error: BaseException) -> None:
+    def _failed(self, begun: Begun, args: Args, kwargs: Keywords, end: int, error: BaseException) -> None:
+        call, _, start = begun
+        of = call.device(args, kwargs, None)
         if of is not None and self._is_recorded():
-            wait = Wait(begun.call.operation, str(of), here(), end - begun.start)
-            self.run.note(wait, begun.start, end, Failure.of(error))
+            self.run.note(Wait(call.operation, str(of), here(), end - start), start, end, Failure.of(error))
 
     def seen(self, operation: str) -> None:
         """The host is about to wait in C++, within no call that is recorded: it is not known until when."""
