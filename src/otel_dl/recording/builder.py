@@ -17,7 +17,17 @@ from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
 from otel_dl.recording.collectives import OUTSIDE
 from otel_dl.recording.ranks import Stall
-from otel_dl.recording.records import Evaluation, GroupChange, Record, Step, WorkerLife, WorkersStarted, clock
+from otel_dl.recording.records import (
+    Evaluation,
+    GroupChange,
+    OwnSpan,
+    Record,
+    RunEnded,
+    Step,
+    WorkerLife,
+    WorkersStarted,
+    clock,
+)
 from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -199,7 +209,8 @@ class Builder:
                 events.remove(event)
                 # Collectives outside steps must not take the room of what makes and ends their groups.
                 room = OF_RUN + OF_GROUPS if isinstance(event, GroupChange) else OF_RUN
-                if isinstance(event, Stall) or self._spans.of_run_so_far < room:
+                # The user's own were counted when they began (`outside.OwnSpans`).
+                if isinstance(event, (Stall, OwnSpan, RunEnded)) or self._spans.of_run_so_far < room:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
                     self._run.dropped[EVENTS] += 1
@@ -291,4 +302,6 @@ class Builder:
 
 def _can_wait(event: Event) -> bool:
     """Whether nobody misses it before the first step has ended."""
-    return event.error is None if isinstance(event, (GroupChange, Record)) else isinstance(event, WorkersStarted)
+    if isinstance(event, (GroupChange, Record, OwnSpan)):
+        return event.error is None
+    return isinstance(event, (WorkersStarted, RunEnded))
