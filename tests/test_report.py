@@ -269,8 +269,13 @@ def loaded(
 
 
 def said(label: str, run: Run) -> str:
+    """The rows with this label, as one line."""
     lines = render_summary(summary_of(run)).splitlines()
-    return next((line for line in lines if line.startswith(label + " ")), "")
+    first = next((number for number, line in enumerate(lines) if line.startswith(label + " ")), None)
+    if first is None:
+        return ""
+    more = itertools.takewhile(lambda line: line.startswith(" "), lines[first + 1 :])
+    return " ".join([lines[first], *(line.strip() for line in more)])
 
 
 class TestLoading:
@@ -278,7 +283,9 @@ class TestLoading:
         run = Run()
         loaded(run, wait=0.05, busy=0.9)
         line = said("More workers", run)
-        assert "would not help: steps wait for data 5.0% of their time, the 2 workers read 90.0% of theirs" in line
+        assert (
+            "would not help: steps wait for data 5.0% of their time, the 2 workers read during 90.0% of theirs" in line
+        )
         assert not said("Waiting", run)
 
     def test_more_workers_would_help_where_reading_is_the_limit_and_from_what_it_follows(self) -> None:
@@ -286,16 +293,19 @@ class TestLoading:
         loaded(run, wait=0.4, busy=0.95, fetch_ms=12, slow_ms=12)
         line = said("More workers", run)
         assert "Reading is the limit: a batch takes 12 ms in a worker, a step computes in 6 ms;" in line
-        assert "steps wait for data 40.0% of their time, the 2 workers read 95.0% of theirs" in line
+        assert "steps wait for data 40.0% of their time, the 2 workers read during 95.0% of theirs" in line
 
     @pytest.mark.parametrize(
         ("how", "cause"),
         [
-            ({"wait": 0.4}, "75.0% of the waiting is for batches of a slow worker, see above"),
-            ({"wait": 0.1, "epochs": 20, "slow_ms": 1, "fetch_ms": 1, "start_ms": 30}, "workers were started 20 times"),
-            ({"wait": 0.4, "ready_ms": 3.0}, "100.0% of the waiting is for batches that had been read before"),
-            ({"wait": 0.4, "slow_ms": 6, "rare_ms": 80}, "100.0% of the waiting is for batches that took over 4 times"),
-            ({"wait": 0.4, "slow_ms": 6}, "what for is not known from these traces"),
+            ({"wait": 0.4}, "75.0% of that waiting is for batches of a slow worker (see above)"),
+            ({"wait": 0.1, "epochs": 20, "slow_ms": 1, "fetch_ms": 1, "start_ms": 30}, "they were started 20 times"),
+            ({"wait": 0.4, "ready_ms": 3.0}, "100.0% of that waiting is for batches that a worker had read already"),
+            (
+                {"wait": 0.4, "slow_ms": 6, "rare_ms": 80},
+                "100.0% of that waiting is for batches that took over 4",
+            ),
+            ({"wait": 0.4, "slow_ms": 6}, "what most of that waiting is for is not known from these traces"),
         ],
     )
     def test_what_steps_wait_for_while_workers_are_idle(self, how: dict[str, Any], cause: str) -> None:
@@ -307,7 +317,7 @@ class TestLoading:
     def test_busy_workers_are_not_too_few_where_batches_lie_ready(self) -> None:
         run = Run()
         loaded(run, wait=0.4, busy=0.95, ready_ms=3)
-        assert "had been read before" in said("Waiting", run)
+        assert "a worker had read already" in said("Waiting", run)
 
     def test_persistent_workers_are_not_advised_where_workers_were_started_once(self) -> None:
         run = Run()
@@ -339,7 +349,7 @@ class TestLoading:
     def test_one_worker(self) -> None:
         run = Run()
         loaded(run, wait=0.4, busy=0.95, workers=1)
-        assert "the one worker reads 95.0% of its" in said("More workers", run)
+        assert "the one worker reads during 95.0% of its" in said("More workers", run)
 
     def test_a_slow_worker_is_found_though_it_is_another_process_each_epoch(self) -> None:
         run = Run()

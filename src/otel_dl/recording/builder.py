@@ -120,8 +120,7 @@ class Builder:
             if self._run.held is not None:
                 self._run.held.trim(clock())
             self._batches.drain()
-            if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
-                self._begin_run()
+            self._begin_run_in_time()
             closed, decided = self._run.closed, self._run.decided
             while closed and self._device_has_passed(closed[0]):
                 if not self._has_all_collectives(closed[0], until):
@@ -224,6 +223,10 @@ class Builder:
         first = self._run.first_step_end
         return self._run.is_expecting and first is not None and clock() - first < FOR_RANK_0_NS
 
+    def _begin_run_in_time(self) -> None:
+        if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
+            self._begin_run()
+
     def _begin_run(self) -> None:
         startup, self._startup = self._startup, None
         if startup is not None and not self._run.keep.head.off:
@@ -271,8 +274,9 @@ class Builder:
                 self._run.held.trim(clock(), everything=True)
             self._batches.drain(final)
             self._run.device.look()
-            if final and self._startup is not None and self._run.started:
+            if final and self._run.started:
                 self._begin_run()
+            self._begin_run_in_time()
             closed, decided = self._run.closed, self._run.decided
             while closed:
                 if monotonic() > deadline:
