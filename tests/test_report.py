@@ -731,13 +731,13 @@ DEAD = 2**22 + 1
 """A pid that no process has."""
 
 
-def dead_page(path: Path, began: int, rank: int = 0) -> None:
+def dead_page(path: Path, began: int, rank: int = 0, run: str = RUN, pid: int = DEAD, started: int = 1) -> None:
     """As of a process that began then and was killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    create(str(path), identity=Identity(run=RUN, rank=rank, local_rank=0, world_size=1, attempt=0))
+    create(str(path), identity=Identity(run=run, rank=rank, local_rank=0, world_size=1, attempt=0))
     with path.open("r+b") as file:
         file.seek(layout.PID)
-        file.write(layout.PROCESS_STRUCT.pack(DEAD, 1, 0, began))
+        file.write(layout.PROCESS_STRUCT.pack(pid, started, 0, began))
 
 
 @pytest.fixture
@@ -755,11 +755,11 @@ def orphan(tmp_path: Path) -> Iterator[int]:
 
 
 class TestStatus:
-    def test_runs_without_a_folder_newest_first_with_when_they_began_and_how_they_go(self, tmp_path: Path) -> None:
+    def test_all_runs_without_a_folder_newest_first_with_when_they_began_and_how_they_go(self, tmp_path: Path) -> None:
         base = tmp_path / f"otel-dl-{os.getuid()}"
         for name, hour in (("1-b", 1), ("2-c", 3), ("3-a", 2)):
-            dead_page(base / name / "1.status", EPOCH + hour * 3600 * 10**9)
-        done = status(TMPDIR=str(tmp_path), TZ="UTC")
+            dead_page(base / name / "1.status", EPOCH + hour * 3600 * 10**9, run=name * 8)
+        done = status("--all", TMPDIR=str(tmp_path), TZ="UTC")
         heads = [line for line in done.stdout.splitlines() if line.startswith(str(base))]
         assert heads == [
             f"{base / '2-c'}: began 2023-11-15 01:13:20",
@@ -769,6 +769,30 @@ class TestStatus:
         assert "all but the latest 32 folders" in done.stderr
         assert "rm -r DIR" in done.stderr
         assert done.returncode == 0
+
+    def test_without_all_those_that_run_and_the_one_that_ended_last(self, tmp_path: Path) -> None:
+        base = tmp_path / f"otel-dl-{os.getuid()}"
+        for hour in range(1, 6):
+            dead_page(base / f"{hour}-old" / "1.status", EPOCH + hour * 3600 * 10**9, run=f"{hour}" * 32)
+        dead_page(base / "8-of-the-last" / "1.status", EPOCH + 5 * 3600 * 10**9, rank=1, run="5" * 32)
+        me = {"pid": os.getpid(), "started": process_started(os.getpid())}
+        dead_page(base / "6-runs" / "1.status", EPOCH, run="6" * 32, **me)
+        dead_page(base / "7-runs" / "1.status", EPOCH + 9 * 3600 * 10**9, run="7" * 32, **me)
+        done = status(TMPDIR=str(tmp_path), TZ="UTC")
+        heads = [line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith(str(base))]
+        assert heads[0] == str(base / "7-runs")
+        assert set(heads[1:3]) == {str(base / "5-old"), str(base / "8-of-the-last")}
+        assert heads[3:] == [str(base / "6-runs")]
+        assert "4 older runs that ended without taking their pages away are not shown: " in done.stderr
+        assert done.stderr.count("otel-dl status --all") == 1
+        assert done.stdout.count("runs, outside any step") == 2
+        assert "older run" not in status("--all", TMPDIR=str(tmp_path)).stderr
+
+    def test_where_none_is_older_nothing_is_said_of_such(self, tmp_path: Path) -> None:
+        dead_page(tmp_path / f"otel-dl-{os.getuid()}" / "1-a" / "1.status", EPOCH)
+        done = status(TMPDIR=str(tmp_path))
+        assert "died outside any step" in done.stdout
+        assert "older run" not in done.stderr
 
     def test_an_empty_folder_says_so(self, tmp_path: Path) -> None:
         done = status(str(tmp_path))

@@ -147,8 +147,9 @@ class Collector:
             outside_ns = max(0.0, whole_ns - rest)
             own = _own(self.between_steps(number, within), startup.end_ns)
             # Of those around steps that are not in the traces, how much lies in these is not known.
-            own = own if sum(own.values()) <= outside_ns else {}
-            divided = divided._replace(startup_ns=startup_ns, outside_ns=outside_ns, own=own)
+            if sum(own.values()) <= outside_ns:
+                divided = divided._replace(own=own)
+            divided = divided._replace(startup_ns=startup_ns, outside_ns=outside_ns)
         return RunTime(number, whole_ns, shutdown is not None, divided, missing)
 
 
