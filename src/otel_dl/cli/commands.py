@@ -226,8 +226,8 @@ def _running_and_newest(found: list[tuple[Path, list[Page]]]) -> list[tuple[Path
     """Of folders, the newest first: those in which something runs, or may do so, and those of the newest run of the
     others; each rank has a folder of its own."""
     over = [all(page.alive() is False for page in pages) for _, pages in found]
-    ended_last = next((pages for (_, pages), ended in zip(found, over, strict=True) if ended), [])
-    newest = {page.run for page in ended_last}
+    ended_last = next((pages for (_, pages), ended in zip(found, over, strict=True) if ended), None)
+    newest = {page.run for page in ended_last or ()}
     return [
         each
         for each, ended in zip(found, over, strict=True)

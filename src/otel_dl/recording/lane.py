@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.recording import context
 from otel_dl.recording.context import SUPPRESSED, get_current
@@ -71,16 +71,9 @@ class Segment(Enum):
     TRAIN = 2
 
 
-class OpenSpan(NamedTuple):
-    """One that the user names."""
-
-    name: str
-    start: int
-    step: int | None
-    """The number of the step that it lies in; None: in none."""
-    number: int
-    """Of one in none: `OwnSpan.number`, 0 where there is no room for it."""
-    around: int
+OpenSpan = tuple[str, int, "int | None", int, int]
+"""One that the user names: name, start, the step that it lies in or None; of one in none its `OwnSpan.number`, 0 where
+there is no room for it, and that of the one around it. (A NamedTuple costs 100 ns more.)"""
 
 
 class Lane(LaneState):
@@ -690,21 +683,22 @@ class Lane(LaneState):
             return None
         step = self.step
         if step is not None and not step.ended:
-            return OpenSpan(name, clock(), step.number, 0, 0)
+            return name, clock(), step.number, 0, 0
         number, around = run.own_spans.number(name), self.around
         if number:
             self.around = number
-        return OpenSpan(name, clock(), None, number, around)
+        return name, clock(), None, number, around
 
     def end_span(self, span: OpenSpan, error: BaseException | None) -> None:
         """It ends. One that saw its step end belongs to none, and is counted."""
         end, failure = clock(), Failure.of(error) if error is not None else None
-        if span.step is None:
-            self.around = span.around
+        name, start, step, number, around = span
+        if step is None:
+            self.around = around
             # In a forked child the run is another one by now.
-            if span.number and self.run.local.lane is self:
-                self.run.tell(OwnSpan(span.name, span.start, end, failure, span.number, span.around))
-        elif self.step is not None and self.step.number == span.step:
-            self._add((span.name, span.start, end, failure, None))
+            if number and self.run.local.lane is self:
+                self.run.tell(OwnSpan(name, start, end, failure, number, around))
+        elif self.step is not None and self.step.number == step:
+            self._add((name, start, end, failure, None))
         else:
             self.run.dropped["spans over several steps"] += 1
