@@ -19,6 +19,7 @@ from support.made_profiles import Span, Work
 from otel_dl.semconv import PHASES, SpanName
 from otel_dl.viewing.comparing import causes, kineto, nsys
 from otel_dl.viewing.comparing.causes import Comparison, compare
+from otel_dl.viewing.comparing.meanings import MEANINGS
 from otel_dl.viewing.comparing.pairing import pair
 from otel_dl.viewing.comparing.steps import BETWEEN, processes
 from otel_dl.viewing.comparing.text import render
@@ -218,13 +219,17 @@ class Made:
         self.directory = directory
         self.tool = tool
 
-    def files(self, spans: Sequence[Span], work: Sequence[Work], steps: int = 3) -> tuple[Path, Path]:
-        trace = made_profiles.write_trace(self.directory / "traces", spans, range(steps))
+    def files(
+        self, spans: Sequence[Span], work: Sequence[Work], steps: int = 3, device: float | None = None
+    ) -> tuple[Path, Path]:
+        trace = made_profiles.write_trace(self.directory / "traces", spans, range(steps), device)
         write = made_profiles.kineto if self.tool == "torch.profiler" else made_profiles.nsys
         return trace, write(self.directory / "profile", [s for s in spans if s.name in PHASES], work, steps)
 
-    def compare(self, spans: Sequence[Span], work: Sequence[Work], steps: int = 3) -> Comparison:
-        trace, profile = self.files(spans, work, steps)
+    def compare(
+        self, spans: Sequence[Span], work: Sequence[Work], steps: int = 3, device: float | None = None
+    ) -> Comparison:
+        trace, profile = self.files(spans, work, steps, device)
         found = processes(read_spans(Reading(trace)))
         read = kineto.read(profile) if self.tool == "torch.profiler" else nsys.read(profile, [made_profiles.PID])
         return compare(pair(read, found))
@@ -289,4 +294,50 @@ class TestDevices:
     def test_the_command_reads_both(self, made: Made) -> None:
         ran = command(*made.files(QUEUED, WORK))
         assert ran.returncode == 0, ran.stderr
-        assert "queueing: ran after the host went on −14.00 ms" in ran.stdout
+        assert "queueing: ran after the host went on −14 ms" in ran.stdout
+        assert "the device did this phase's work after the host had gone on" in ran.stdout
+        assert "on the device" not in ran.stdout
+
+    def test_the_devices_time_stands_beside_its_kernels(self, made: Made) -> None:
+        """Of the forward the device's time has 2 ms in which it idled between two kernels (`WORK`); of the backward as
+        much less as a second stream would take off."""
+        spans = [
+            span._replace(device={"forward": 22.0, "backward": 37.0, "dataloader.next": 0.5}.get(span.name))
+            for span in QUEUED
+        ]
+        comparison = made.compare(spans, WORK, device=86.0)
+        ms = made_profiles.MS
+        # A profile's times have a fraction of a microsecond.
+        rows = [(row.name, row.trace / ms, round(row.kernels / ms, 3), row.steps) for row in comparison.device]
+        assert rows == [
+            ("train.step", 86.0, 69.0, 3),
+            ("dataloader.next", 0.5, 0.0, 3),
+            ("forward", 22.0, 20.0, 3),
+            ("backward", 37.0, 38.0, 3),
+        ]
+        text = render(comparison, "profile")
+        table = [line.split() for line in text[text.index("on the device") :].splitlines()[1:5]]
+        assert table == [
+            ["train.step", "86.0", "ms", "69.0", "ms", "+17.0", "ms", "of", "3"],
+            ["dataloader.next", "0.5", "ms", "0.0", "ms", "+0.5", "ms", "of", "3"],
+            ["forward", "22.0", "ms", "20.0", "ms", "+2.0", "ms", "of", "3"],
+            ["backward", "37.0", "ms", "38.0", "ms", "−1.0", "ms", "of", "3"],
+        ]
+
+    def test_a_profile_without_the_device_is_said_to_lack_it_where_the_trace_has_its_time(self, made: Made) -> None:
+        text = render(made.compare([span._replace(device=1.0) for span in QUEUED], [], device=86.0), "profile")
+        assert "on the device" not in text
+        assert "the trace has the device's time (86 ms of a train.step)" in text
+        assert "ProfilerActivity.CUDA" in text
+
+    def test_each_cause_that_is_shown_is_explained(self, made: Made) -> None:
+        text = render(made.compare([*QUEUED, Span("cuda.synchronize", 45, 90)], WORK), "profile")
+        rows, _, meanings = text.partition("What is meant")
+        explained = [cause for cause in MEANINGS if f"\n  {cause}  " in meanings]
+        assert explained == [cause for cause in MEANINGS if f"{cause} +" in rows or f"{cause} −" in rows]
+        assert len(explained) > 3
+
+
+def test_every_cause_has_a_meaning() -> None:
+    kinds = {value for name, value in vars(causes).items() if name.isupper() and name[0] != "_" and type(value) is str}
+    assert kinds - {causes.REST, BETWEEN} == set(MEANINGS)

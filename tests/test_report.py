@@ -269,8 +269,13 @@ def loaded(
 
 
 def said(label: str, run: Run) -> str:
+    """The rows with this label, as one line."""
     lines = render_summary(summary_of(run)).splitlines()
-    return next((line for line in lines if line.startswith(label + " ")), "")
+    first = next((number for number, line in enumerate(lines) if line.startswith(label + " ")), None)
+    if first is None:
+        return ""
+    more = itertools.takewhile(lambda line: line.startswith(" "), lines[first + 1 :])
+    return " ".join([lines[first], *(line.strip() for line in more)])
 
 
 class TestLoading:
@@ -278,7 +283,9 @@ class TestLoading:
         run = Run()
         loaded(run, wait=0.05, busy=0.9)
         line = said("More workers", run)
-        assert "would not help: steps wait for data 5.0% of their time, the 2 workers read 90.0% of theirs" in line
+        assert (
+            "would not help: steps wait for data 5.0% of their time, the 2 workers read during 90.0% of theirs" in line
+        )
         assert not said("Waiting", run)
 
     def test_more_workers_would_help_where_reading_is_the_limit_and_from_what_it_follows(self) -> None:
@@ -286,16 +293,19 @@ class TestLoading:
         loaded(run, wait=0.4, busy=0.95, fetch_ms=12, slow_ms=12)
         line = said("More workers", run)
         assert "Reading is the limit: a batch takes 12 ms in a worker, a step computes in 6 ms;" in line
-        assert "steps wait for data 40.0% of their time, the 2 workers read 95.0% of theirs" in line
+        assert "steps wait for data 40.0% of their time, the 2 workers read during 95.0% of theirs" in line
 
     @pytest.mark.parametrize(
         ("how", "cause"),
         [
-            ({"wait": 0.4}, "75.0% of the waiting is for batches of a slow worker, see above"),
-            ({"wait": 0.1, "epochs": 20, "slow_ms": 1, "fetch_ms": 1, "start_ms": 30}, "workers were started 20 times"),
-            ({"wait": 0.4, "ready_ms": 3.0}, "100.0% of the waiting is for batches that had been read before"),
-            ({"wait": 0.4, "slow_ms": 6, "rare_ms": 80}, "100.0% of the waiting is for batches that took over 4 times"),
-            ({"wait": 0.4, "slow_ms": 6}, "what for is not known from these traces"),
+            ({"wait": 0.4}, "75.0% of that waiting is for batches of a slow worker (see above)"),
+            ({"wait": 0.1, "epochs": 20, "slow_ms": 1, "fetch_ms": 1, "start_ms": 30}, "they were started 20 times"),
+            ({"wait": 0.4, "ready_ms": 3.0}, "100.0% of that waiting is for batches that a worker had read already"),
+            (
+                {"wait": 0.4, "slow_ms": 6, "rare_ms": 80},
+                "100.0% of that waiting is for batches that took over 4",
+            ),
+            ({"wait": 0.4, "slow_ms": 6}, "what most of that waiting is for is not known from these traces"),
         ],
     )
     def test_what_steps_wait_for_while_workers_are_idle(self, how: dict[str, Any], cause: str) -> None:
@@ -307,7 +317,7 @@ class TestLoading:
     def test_busy_workers_are_not_too_few_where_batches_lie_ready(self) -> None:
         run = Run()
         loaded(run, wait=0.4, busy=0.95, ready_ms=3)
-        assert "had been read before" in said("Waiting", run)
+        assert "a worker had read already" in said("Waiting", run)
 
     def test_persistent_workers_are_not_advised_where_workers_were_started_once(self) -> None:
         run = Run()
@@ -339,7 +349,7 @@ class TestLoading:
     def test_one_worker(self) -> None:
         run = Run()
         loaded(run, wait=0.4, busy=0.95, workers=1)
-        assert "the one worker reads 95.0% of its" in said("More workers", run)
+        assert "the one worker reads during 95.0% of its" in said("More workers", run)
 
     def test_a_slow_worker_is_found_though_it_is_another_process_each_epoch(self) -> None:
         run = Run()
@@ -721,13 +731,13 @@ DEAD = 2**22 + 1
 """A pid that no process has."""
 
 
-def dead_page(path: Path, began: int, rank: int = 0) -> None:
+def dead_page(path: Path, began: int, rank: int = 0, run: str = RUN, pid: int = DEAD, started: int = 1) -> None:
     """As of a process that began then and was killed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    create(str(path), identity=Identity(run=RUN, rank=rank, local_rank=0, world_size=1, attempt=0))
+    create(str(path), identity=Identity(run=run, rank=rank, local_rank=0, world_size=1, attempt=0))
     with path.open("r+b") as file:
         file.seek(layout.PID)
-        file.write(layout.PROCESS_STRUCT.pack(DEAD, 1, 0, began))
+        file.write(layout.PROCESS_STRUCT.pack(pid, started, 0, began))
 
 
 @pytest.fixture
@@ -745,11 +755,11 @@ def orphan(tmp_path: Path) -> Iterator[int]:
 
 
 class TestStatus:
-    def test_runs_without_a_folder_newest_first_with_when_they_began_and_how_they_go(self, tmp_path: Path) -> None:
+    def test_all_runs_without_a_folder_newest_first_with_when_they_began_and_how_they_go(self, tmp_path: Path) -> None:
         base = tmp_path / f"otel-dl-{os.getuid()}"
         for name, hour in (("1-b", 1), ("2-c", 3), ("3-a", 2)):
-            dead_page(base / name / "1.status", EPOCH + hour * 3600 * 10**9)
-        done = status(TMPDIR=str(tmp_path), TZ="UTC")
+            dead_page(base / name / "1.status", EPOCH + hour * 3600 * 10**9, run=name * 8)
+        done = status("--all", TMPDIR=str(tmp_path), TZ="UTC")
         heads = [line for line in done.stdout.splitlines() if line.startswith(str(base))]
         assert heads == [
             f"{base / '2-c'}: began 2023-11-15 01:13:20",
@@ -759,6 +769,30 @@ class TestStatus:
         assert "all but the latest 32 folders" in done.stderr
         assert "rm -r DIR" in done.stderr
         assert done.returncode == 0
+
+    def test_without_all_those_that_run_and_the_one_that_ended_last(self, tmp_path: Path) -> None:
+        base = tmp_path / f"otel-dl-{os.getuid()}"
+        for hour in range(1, 6):
+            dead_page(base / f"{hour}-old" / "1.status", EPOCH + hour * 3600 * 10**9, run=f"{hour}" * 32)
+        dead_page(base / "8-of-the-last" / "1.status", EPOCH + 5 * 3600 * 10**9, rank=1, run="5" * 32)
+        me = {"pid": os.getpid(), "started": process_started(os.getpid())}
+        dead_page(base / "6-runs" / "1.status", EPOCH, run="6" * 32, **me)
+        dead_page(base / "7-runs" / "1.status", EPOCH + 9 * 3600 * 10**9, run="7" * 32, **me)
+        done = status(TMPDIR=str(tmp_path), TZ="UTC")
+        heads = [line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith(str(base))]
+        assert heads[0] == str(base / "7-runs")
+        assert set(heads[1:3]) == {str(base / "5-old"), str(base / "8-of-the-last")}
+        assert heads[3:] == [str(base / "6-runs")]
+        assert "4 older runs that ended without taking their pages away are not shown: " in done.stderr
+        assert done.stderr.count("otel-dl status --all") == 1
+        assert done.stdout.count("runs, outside any step") == 2
+        assert "older run" not in status("--all", TMPDIR=str(tmp_path)).stderr
+
+    def test_where_none_is_older_nothing_is_said_of_such(self, tmp_path: Path) -> None:
+        dead_page(tmp_path / f"otel-dl-{os.getuid()}" / "1-a" / "1.status", EPOCH)
+        done = status(TMPDIR=str(tmp_path))
+        assert "died outside any step" in done.stdout
+        assert "older run" not in done.stderr
 
     def test_an_empty_folder_says_so(self, tmp_path: Path) -> None:
         done = status(str(tmp_path))

@@ -498,6 +498,46 @@ class TestStandsOut:
         assert "for rank 2" in told
 
 
+class TestBetweenSteps:
+    def late(self, tmp_path: Path, name: str, scope: str = "otel_dl") -> str:
+        """Rank 1 does this for 50 ms between steps 3 and 4, the others do not."""
+        job = Job(jitter=0)
+        starts = {rank.rank: rank.first("train.startup", 7, EPOCH - MS, EPOCH + 15 * MS) for rank in job.ranks}
+        for number in range(8):
+            if number == 4:
+                late = job.ranks[1]
+                begun = late.now
+                late.now += 50 * MS
+                parent = None if name == "train.eval" else starts[1]
+                late.span(name, 7 if parent else 99, begun, late.now, parent=parent, scope=scope)
+            job.step(number)
+        (told,) = lines(job.summary(tmp_path), "Longest waits")
+        assert told.startswith("step 4: 50 ms for rank 1, at ")
+        return told.rpartition("; what took it longer: ")[2]
+
+    def test_the_start_of_workers_is_named(self, tmp_path: Path) -> None:
+        assert self.late(tmp_path, "dataloader.start_workers") == "start of workers"
+
+    def test_evaluation_is_named(self, tmp_path: Path) -> None:
+        assert self.late(tmp_path, "train.eval") == "evaluation"
+
+    def test_a_span_of_the_users_is_named(self, tmp_path: Path) -> None:
+        assert self.late(tmp_path, "checkpoint", USER) == "checkpoint"
+
+    def test_what_has_no_span_is_outside_any_phase(self, tmp_path: Path) -> None:
+        assert self.late(tmp_path, "dataloader.worker") == OUTSIDE
+
+
+def test_steps_of_several_ranks_are_said_to_be_so(tmp_path: Path) -> None:
+    job = Job(world=2, jitter=0)
+    for number in range(8):
+        job.step(number)
+    summary = job.summary(tmp_path)
+    assert list(lines(summary, "Steps")) == ["8 kept of at least 8 on 2 ranks (kept as: head 8)"]
+    (told,) = lines(summary, "Step time")
+    assert told.endswith("(16 steps of 2 ranks, a step once for each rank, kept by the head sampler)")
+
+
 class TestOwnTime:
     def test_the_slow_rank_shows_where_all_steps_take_equally_long(self, tmp_path: Path) -> None:
         job = Job(jitter=0)
@@ -785,7 +825,7 @@ class TestCommand:
             job.write(tmp_path)
         done = report(str(tmp_path), "--steps")
         runs = [line[15:] for line in done.stdout.splitlines() if line.startswith("Run ")]
-        assert runs == ["job-1: 1 kept of at least 1 (kept as: head 1)", "job-2", "job-3", "job-4"]
+        assert runs == ["job-1: 1 kept of at least 1 on 2 ranks (kept as: head 1)", "job-2", "job-3", "job-4"]
         assert "of each of these more: --run ID" in done.stdout
         assert done.stdout.count("step 3: rank 1, 5") == 1
         only = report(str(tmp_path), "--run", "job-1")

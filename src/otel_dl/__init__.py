@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    from otel_dl.recording.lane import OpenSpan
     from otel_dl.recording.records import Step
 
 __all__ = ["__version__", "flush", "instrument", "keep", "loader", "span", "step", "uninstrument"]
@@ -143,14 +144,16 @@ class step:
 
 
 class span:
-    """A span of one's own inside a step: `with otel_dl.span("augment"): …`. Recorded as cheaply as a phase.
+    """A span of one's own: `with otel_dl.span("augment"): …`. Recorded as cheaply as a phase.
 
-    Outside a step it is not recorded: there the OpenTelemetry API is the way.
+    In a step or in evaluation it is a child of that. Outside, as of a checkpoint or of what is done before the first
+    step, it is one of the run's own trace, which is exported whatever the sampling ratio: the first 200 of a name,
+    1,000 in all; how many more there were is told at the end.
     """
 
     def __init__(self, name: str) -> None:
         self._name = str(name)
-        self._began: tuple[int, int] | None = None
+        self._began: OpenSpan | None = None
 
     def __enter__(self) -> None:
         from otel_dl import session
@@ -159,7 +162,7 @@ class span:
         if current is not None:
             try:
                 self._lane = current.run.local.lane
-                self._began = self._lane.begin_span()
+                self._began = self._lane.begin_span(self._name)
             except BaseException as fault:
                 _fault(fault)
 
@@ -168,6 +171,6 @@ class span:
     ) -> None:
         if self._began is not None:
             try:
-                self._lane.end_span(self._name, *self._began, error)
+                self._lane.end_span(self._began, error)
             except BaseException as fault:
                 _fault(fault)

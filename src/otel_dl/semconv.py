@@ -21,6 +21,7 @@ class SpanName:
     STARTUP: Final = "train.startup"
     STARTUP_INTERPRETER: Final = "startup.interpreter"
     STARTUP_IMPORT_TORCH: Final = "startup.import_torch"
+    SHUTDOWN: Final = "train.shutdown"
     STEP: Final = "train.step"
     EVAL: Final = "train.eval"
     NEXT: Final = "dataloader.next"
@@ -156,10 +157,38 @@ ATTRIBUTES: Final[tuple[Attribute, ...]] = (
     Attribute(
         "otel_dl.dropped",
         int,
-        _on(_ANY_FIRST),
+        _on(_ANY_FIRST, SpanName.SHUTDOWN),
         built=True,
         meaning="records of this trace that were dropped for lack of room",
     ),
+    Attribute(
+        "dl.run.steps", int, _on(SpanName.SHUTDOWN), built=True, meaning="steps that ran on this rank, kept or not"
+    ),
+    Attribute("dl.run.steps_ms", float, _on(SpanName.SHUTDOWN), built=True, meaning="how long they took in all"),
+    Attribute(
+        "dl.run.evals",
+        int,
+        _on(SpanName.SHUTDOWN),
+        built=True,
+        meaning="stretches of evaluation after the first step and outside of any, kept or not",
+    ),
+    Attribute("dl.run.evals_ms", float, _on(SpanName.SHUTDOWN), built=True, meaning="how long they took in all"),
+    Attribute(
+        "dl.run.start_workers_ms",
+        float,
+        _on(SpanName.SHUTDOWN),
+        built=True,
+        meaning="how long workers were started for, after the first step and outside of any and of evaluation, in all",
+    ),
+    Attribute(
+        "dl.run.longest_outside_ms",
+        float,
+        _on(SpanName.SHUTDOWN),
+        built=True,
+        meaning="the longest stretch after a step and before the next one, or the end, without evaluation and starts of"
+        " workers",
+    ),
+    Attribute("dl.run.longest_outside_after", int, _on(SpanName.SHUTDOWN), meaning="the number of the step before it"),
     Attribute("dl.step", int, _on(SpanName.STEP), built=True, meaning="count of steps in this run, from 0"),
     Attribute("dl.epoch", int, _on(SpanName.STEP), meaning="epoch of the loader object that the first batch came from"),
     Attribute(

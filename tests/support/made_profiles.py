@@ -40,10 +40,14 @@ class Span(NamedTuple):
     name: str
     start: float
     end: float
+    device: float | None = None
+    """`dl.device.duration_ms`."""
 
 
-def write_trace(directory: Path, spans: Sequence[Span], steps: Iterable[int] = range(3)) -> Path:
-    """These steps with the same spans in each, all children of the step; ms since it began."""
+def write_trace(
+    directory: Path, spans: Sequence[Span], steps: Iterable[int] = range(3), device: float | None = None
+) -> Path:
+    """These steps with the same spans in each, all children of the step; ms since it began. `device`: of the step."""
     resource = Resource(
         {"service.name": "made", "dl.run.id": "made/1", "dl.rank": 0, "process.pid": PID, "host.name": "node-1"}
     )
@@ -51,6 +55,8 @@ def write_trace(directory: Path, spans: Sequence[Span], steps: Iterable[int] = r
 
     def add(span: Span, step: int, number: int, parent: SpanContext | None, **attributes: Any) -> SpanContext:
         context = SpanContext(step + 1, number, is_remote=False, trace_flags=TraceFlags(1))
+        if span.device is not None:
+            attributes["dl.device.duration_ms"] = span.device
         origin = EPOCH + round(step * STEP_MS * MS)
         made.append(
             ReadableSpan(
@@ -63,7 +69,7 @@ def write_trace(directory: Path, spans: Sequence[Span], steps: Iterable[int] = r
 
     for step in steps:
         first = add(
-            Span("train.step", 0, STEP_MS), step, 1, None,
+            Span("train.step", 0, STEP_MS, device), step, 1, None,
             **{"dl.step": step, "dl.keep.reason": "head", "is_warmup": False, "dl.run.id": "made/1"},
         )  # fmt: skip
         for number, span in enumerate(spans, 2):

@@ -26,6 +26,7 @@ from otel_dl.viewing.ended_text import ends
 from otel_dl.viewing.reading import Reading, file_name_of, read_spans
 from otel_dl.viewing.summary import summarize
 from otel_dl.viewing.text import render_heading, render_reading, render_summary
+from otel_dl.viewing.words import plural
 
 _RUNS_SHOWN = 3
 """Of several runs in a folder, so many are told whole, the latest."""
@@ -175,12 +176,13 @@ def _read_profile(path: Path, processes: list[steps.Process]) -> Profile:
 
 @command.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-def status(directory: Path | None) -> None:
+@click.option("--all", "every", is_flag=True, help="Without DIR: also the older runs that have ended.")
+def status(directory: Path | None, every: bool) -> None:
     """Print what each process of a run does, or had in hand when it died, from the status pages in DIR.
 
-    DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, the runs that were given none, the
-    newest first. A process that ends by itself leaves no page: how it ended is told by the traces in DIR. The exit
-    status is 0 when there was something to tell and 1 when there was nothing.
+    DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, of the runs that were given none those that
+    run and the one that ended last, the newest first. A process that ends by itself leaves no page: how it ended is
+    told by the traces in DIR. The exit status is 0 when there was something to tell and 1 when there was nothing.
     """
     found: list[tuple[Path, list[Page]]] = []
     for folder in [directory] if directory is not None else temporary().glob("*/"):
@@ -194,11 +196,19 @@ def status(directory: Path | None) -> None:
     is_over = directory is not None and not any(page.alive() for _, pages in found for page in pages)
     if directory is not None and is_over and _ended(directory, found[0][1] if found else []):
         sys.exit(0)
-    for folder, pages in sorted(found, key=lambda each: began(each[1]), reverse=True):
+    found.sort(key=lambda each: began(each[1]), reverse=True)
+    shown = found if directory is not None or every else _running_and_newest(found)
+    for folder, pages in shown:
         if directory is None:
             click.echo(f"{folder}: began {when(began(pages))}" if began(pages) else f"{folder}: has not begun")
         for line in _those_with_a_page_or_a_trace(folder, pages):
             click.echo(line)
+    if len(shown) < len(found):
+        older = len({page.run for _, pages in found for page in pages} - {page.run for _, ps in shown for page in ps})
+        _say(
+            f"otel-dl: {older:,} older run{plural(older)} that ended without taking {'its' if older == 1 else 'their'}"
+            f" pages away {'is' if older == 1 else 'are'} not shown: otel-dl status --all"
+        )
     if directory is None and any(page.alive() is False for _, pages in found for page in pages):
         _say(
             "otel-dl: what dead processes left is removed as later runs begin, all but the latest"
@@ -210,6 +220,19 @@ def status(directory: Path | None) -> None:
         advice = f". {below}" if below else ": what was started there has not begun, or ended in order."
         _say(f"otel-dl: there are no status pages in {where}{advice}")
     sys.exit(0 if found else 1)
+
+
+def _running_and_newest(found: list[tuple[Path, list[Page]]]) -> list[tuple[Path, list[Page]]]:
+    """Of folders, the newest first: those in which something runs, or may do so, and those of the newest run of the
+    others; each rank has a folder of its own."""
+    over = [all(page.alive() is False for page in pages) for _, pages in found]
+    ended_last = next((pages for (_, pages), ended in zip(found, over, strict=True) if ended), None)
+    newest = {page.run for page in ended_last or ()}
+    return [
+        each
+        for each, ended in zip(found, over, strict=True)
+        if not ended or newest.intersection(page.run for page in each[1])
+    ]
 
 
 def _those_with_a_page_or_a_trace(directory: Path, pages: list[Page]) -> list[str]:

@@ -17,7 +17,17 @@ from otel_dl.faults import from_signal_handler
 from otel_dl.log import logger
 from otel_dl.recording.collectives import OUTSIDE
 from otel_dl.recording.ranks import Stall
-from otel_dl.recording.records import Evaluation, GroupChange, Record, Step, WorkerLife, WorkersStarted, clock
+from otel_dl.recording.records import (
+    Evaluation,
+    GroupChange,
+    OwnSpan,
+    Record,
+    RunEnded,
+    Step,
+    WorkerLife,
+    WorkersStarted,
+    clock,
+)
 from otel_dl.recording.run import EVENTS, STEPS_WAITING, WAITING_STEPS
 from otel_dl.recording.spans import SpanBuilder
 from otel_dl.semconv import KeepReason
@@ -110,8 +120,7 @@ class Builder:
             if self._run.held is not None:
                 self._run.held.trim(clock())
             self._batches.drain()
-            if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
-                self._begin_run()
+            self._begin_run_in_time()
             closed, decided = self._run.closed, self._run.decided
             while closed and self._device_has_passed(closed[0]):
                 if not self._has_all_collectives(closed[0], until):
@@ -199,7 +208,8 @@ class Builder:
                 events.remove(event)
                 # Collectives outside steps must not take the room of what makes and ends their groups.
                 room = OF_RUN + OF_GROUPS if isinstance(event, GroupChange) else OF_RUN
-                if isinstance(event, Stall) or self._spans.of_run_so_far < room:
+                # The user's own were counted when they began (`outside.OwnSpans`).
+                if isinstance(event, (Stall, OwnSpan, RunEnded)) or self._spans.of_run_so_far < room:
                     self._sink.offer([self._spans.of_run(event)])
                 else:
                     self._run.dropped[EVENTS] += 1
@@ -212,6 +222,10 @@ class Builder:
         """Whether rank 0's run may still come, after the first step."""
         first = self._run.first_step_end
         return self._run.is_expecting and first is not None and clock() - first < FOR_RANK_0_NS
+
+    def _begin_run_in_time(self) -> None:
+        if self._startup is not None and self._run.first_step_end is not None and not self._is_late():
+            self._begin_run()
 
     def _begin_run(self) -> None:
         startup, self._startup = self._startup, None
@@ -260,8 +274,9 @@ class Builder:
                 self._run.held.trim(clock(), everything=True)
             self._batches.drain(final)
             self._run.device.look()
-            if final and self._startup is not None and self._run.started:
+            if final and self._run.started:
                 self._begin_run()
+            self._begin_run_in_time()
             closed, decided = self._run.closed, self._run.decided
             while closed:
                 if monotonic() > deadline:
@@ -291,4 +306,6 @@ class Builder:
 
 def _can_wait(event: Event) -> bool:
     """Whether nobody misses it before the first step has ended."""
-    return event.error is None if isinstance(event, (GroupChange, Record)) else isinstance(event, WorkersStarted)
+    if isinstance(event, (GroupChange, Record, OwnSpan)):
+        return event.error is None
+    return isinstance(event, (WorkersStarted, RunEnded))

@@ -105,6 +105,8 @@ class SlowSteps:
     def __init__(self) -> None:
         self.limit = -1
         self.new: list[int] = []
+        self.count = self.total_ns = 0
+        """Of all that were sorted in: how many, and how long they took in all."""
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
 
@@ -119,6 +121,8 @@ class SlowSteps:
     def sort_in(self) -> None:
         """Sorts the new durations in, and sets `limit` anew."""
         ordered = self._sorted
+        self.count += len(self.new)
+        self.total_ns += sum(self.new)
         for duration in self.new:
             if len(ordered) == SLOW_HISTORY:
                 del ordered[bisect_left(ordered, self._recent.popleft())]

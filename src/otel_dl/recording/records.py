@@ -231,7 +231,53 @@ class GroupChange(NamedTuple):
         return attributes
 
 
-Event = WorkersStarted | WorkerLife | GroupChange | Stall | Record
+class OwnSpan(NamedTuple):
+    """A span that the user named outside of any step, between these readings of `clock`."""
+
+    name: str
+    start: int
+    end: int
+    error: Failure | None
+    number: int
+    """From 1 on, in the order in which they began."""
+    around: int
+    """The number of the one that it lies in; 0: none."""
+
+
+class RunEnded(NamedTuple):
+    """The run ended, and its last step before, at these readings of `clock`: what its time went to in all.
+
+    Of what lies outside of steps, only what came after the first step counts: what was before is the start-up.
+    """
+
+    start: int
+    end: int
+    steps: int
+    steps_ns: int
+    evaluations: int
+    evaluations_ns: int
+    workers_ns: int
+    longest_ns: int
+    longest_after: int
+    left_out: int
+
+    def attributes(self) -> dict[str, Any]:
+        """Its span's own."""
+        attributes: dict[str, Any] = {
+            "dl.run.steps": self.steps,
+            "dl.run.steps_ms": self.steps_ns / 1e6,
+            "dl.run.evals": self.evaluations,
+            "dl.run.evals_ms": self.evaluations_ns / 1e6,
+            "dl.run.start_workers_ms": self.workers_ns / 1e6,
+            "dl.run.longest_outside_ms": self.longest_ns / 1e6,
+            "otel_dl.dropped": self.left_out,
+        }
+        if self.longest_after >= 0:
+            attributes["dl.run.longest_outside_after"] = self.longest_after
+        return attributes
+
+
+Event = WorkersStarted | WorkerLife | GroupChange | Stall | Record | OwnSpan | RunEnded
 """A record is one of one-time work outside any step, or in a thread that bounds none."""
 
 
@@ -293,13 +339,20 @@ class Step(StepState):
 class Evaluation:
     """A stretch of forward passes outside training, with the batches they took."""
 
-    __slots__ = ("collectives", "dropped", "error", "identity", "ordinal", "reason", "records")
+    __slots__ = ("collectives", "dropped", "end", "error", "identity", "ordinal", "reason", "records", "start")
 
     def __init__(self, ordinal: int, identity: Identity) -> None:
         self.ordinal = ordinal
         self.identity = identity
+        self.start = self.end = 0
+        """Of what ran in it, also of what found no room."""
         self.records: list[tuple[Any, ...]] = []
         self.collectives: list[Collective] = []
         self.dropped = 0
         self.error: Failure | None = None
         self.reason = ""
+
+    def lasts(self, start: int, end: int) -> None:
+        """Something between these readings of `clock` is its own."""
+        self.start = min(self.start or start, start)
+        self.end = max(self.end, end)

@@ -26,8 +26,9 @@ from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
 from otel_dl.recording.observers import Observers
+from otel_dl.recording.outside import OF_A_NAME, OF_ALL, Outside, OwnSpans
 from otel_dl.recording.ranks import Ranks
-from otel_dl.recording.records import Evaluation, Event, Kind, Record, Step, clock
+from otel_dl.recording.records import Evaluation, Event, Kind, Record, Step, WorkersStarted, clock
 from otel_dl.recording.status import Status
 from otel_dl.semconv import KeepReason, SpanName, TraceKind
 from otel_dl.settings import Settings
@@ -39,8 +40,10 @@ STEPS_WAITING: Final = "steps waiting"
 PENDING_RECORDS: Final = 64
 WAITING_EVENTS: Final = 4_096
 """Events of the run that wait for the builder at most."""
-EVENTS: Final = "starts and ends of workers and process groups, stalls"
+EVENTS: Final = "starts and ends of workers and process groups, stalls, spans outside of steps"
 """The key in `Run.dropped` of those that found no room."""
+OWN_SPANS: Final = f"spans outside of steps, over {OF_A_NAME} of a name or {OF_ALL:,} in all"
+"""The key in `Run.dropped` of those that the user named."""
 RECENT_STEPS: Final = 256
 """Kept steps whose late spans of the user's still find their way out."""
 
@@ -99,6 +102,9 @@ class Run:
         self._head_says = False
         """The head decision for step `_decided_for`."""
         self.evaluations = 0
+        self.outside = Outside()
+        self.own_spans = OwnSpans()
+        """Those that the user names outside of steps."""
         self.first_step_end: int | None = None
         """Reading of `clock` at which the first step ended."""
         self.started = False
@@ -257,6 +263,8 @@ class Run:
         """Whether step `number` is, as far as the head decides, only recorded; says how long the next ones are."""
         if self._expected is not None and self._expected.due:
             return False
+        if self.current is not None:
+            self.outside.step_begins(self.current.start)
         slow = self.slow
         if len(slow.new) >= slow.TOGETHER:
             slow.sort_in()
@@ -268,6 +276,7 @@ class Run:
 
     def cancel(self, step: Step) -> None:
         """Nothing came of `step`: its number goes to the next one."""
+        self.outside.step_begins_later(step.number, step.start)
         self.current = None
         self.observers.step_ends(clock())
         for collective in step.collectives:
@@ -301,6 +310,8 @@ class Run:
         self.status.step(-1)
         self.number = step.number + 1
         self.fast.attention = 0
+        self.outside.step_begins(step.start)
+        self.outside.step_ends(step.number, end)
         if self.first_step_end is None:
             self.first_step_end = end
         self._leave(step)
@@ -334,6 +345,8 @@ class Run:
 
     def tell(self, event: Event) -> None:
         """Something happened that belongs to no step, or to one that is decided later."""
+        if isinstance(event, WorkersStarted) and (self.current is None or self.current.ended):
+            self.outside.workers_started(event)
         if len(self.events) < WAITING_EVENTS:
             self.events.append(event)
         else:
@@ -368,6 +381,7 @@ class Run:
         return evaluation
 
     def close_evaluation(self, evaluation: Evaluation) -> None:
+        self.outside.evaluated(evaluation, self.current.start if self.current is not None else None)
         if self.keep.head.off:
             return
         if evaluation.error is not None:
@@ -381,7 +395,7 @@ class Run:
     def recover(self) -> None:
         """Our code was left half done in this thread: no phase counts as open, and what kind of step this is, anew."""
         lane: Lane = self.local.lane
-        kinds, lane.kinds = lane.kinds, 0
+        kinds, lane.kinds, lane.around = lane.kinds, 0, 0
         if lane.bounds:
             now = clock()
             self.status.end(0, now)
@@ -408,6 +422,11 @@ class Run:
         elif terminated and (lane.kinds & ~Kind.NEXT or self.collectives.waits):
             cut_off = Failure("SIGTERM", CUT_OFF)
         lane.finish(error, cut_off)
+        ended = self.outside.ended(clock(), self.slow, self.own_spans.left_out)
+        if ended is not None:
+            self.tell(ended)
+        if self.own_spans.left_out:
+            self.dropped[OWN_SPANS] += self.own_spans.left_out
         self.device.look()
         former, self._handed_out = self._handed_out, None
         if former is not None:

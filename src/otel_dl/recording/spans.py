@@ -26,7 +26,9 @@ from otel_dl.recording.records import (
     Fetch,
     GroupChange,
     Kind,
+    OwnSpan,
     Record,
+    RunEnded,
     Step,
     WorkerLife,
     to_epoch_ns,
@@ -70,6 +72,8 @@ class SpanBuilder:
         self._be(run.identity)
         self.of_run_so_far = 0
         """Spans of the run's trace so far, below its first one."""
+        self._own: dict[int, SpanContext] = {}
+        """Spans of the user's in it, by their number: those that were built, and those that lie around such."""
         self._limits = narrow(limits)
         self._kept: list[tuple[int, SpanContext]] = []
         """The latest kept steps, by number."""
@@ -149,10 +153,10 @@ class SpanBuilder:
         records = [Record._make(record) for record in evaluation.records]
         if not records:
             return []
-        start, end = min(r.start for r in records), max(r.end for r in records)
         collectives = evaluation.collectives
-        if collectives:
-            start, end = min(start, collectives[0].start), max(end, *(c.end for c in collectives))
+        for one in collectives:  # the latest of which may have ended since, or be known since
+            evaluation.lasts(one.start, one.end)
+        start, end = evaluation.start, evaluation.end
         settled = settle(records)
         attributes = self._first(TraceKind.EVAL, evaluation.reason, evaluation.dropped) | settled.sums.get(0, {})
         links = [Link(context_of(*self._run.run_ids()))]
@@ -198,11 +202,19 @@ class SpanBuilder:
 
     def of_run(self, event: Event | Collective) -> ReadableSpan:
         """In the run's trace: `dataloader.start_workers`, a `dataloader.worker` that ended in no kept step, what makes
-        and ends process groups, a collective outside any step, or one-time work in none."""
+        and ends process groups, a collective outside any step, one-time work in none, a span of the user's in none,
+        or `train.shutdown`."""
         if isinstance(event, Stall):
             return self._stall(event)
         self._be(self._run.announce())
         run = context_of(*self._run.run_ids())
+        if isinstance(event, OwnSpan):
+            parent = self._own_context(event.around, run) if event.around else run
+            name = event.name.encode("utf-8", "replace").decode()
+            context = self._own_context(event.number, run)
+            return self._span(
+                name, context, parent, event.start, event.end, {}, event.error, (), scope=USER_SCOPE
+            )  # fmt: skip
         self.of_run_so_far += 1
         if isinstance(event, Collective):
             return self._collective(event, run, self.of_run_so_far, [], event.issued)
@@ -218,7 +230,17 @@ class SpanBuilder:
                 words=event.words,
             )  # fmt: skip
         context = context_of(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
-        return self._span(SpanName.START_WORKERS, context, run, event.start, event.end, event.attributes(), None, ())
+        name = SpanName.SHUTDOWN if isinstance(event, RunEnded) else SpanName.START_WORKERS
+        return self._span(name, context, run, event.start, event.end, event.attributes(), None, ())
+
+    def _own_context(self, number: int, run: SpanContext) -> SpanContext:
+        """Of the user's span with this number: one that lies in another is built before that."""
+        context = self._own.get(number)
+        if context is None:
+            self.of_run_so_far += 1
+            context = context_of(run.trace_id, self._ordinal(run.trace_id, self.of_run_so_far))
+            self._own[number] = context
+        return context
 
     def _stall(self, stall: Stall) -> ReadableSpan:
         """A trace of its own."""

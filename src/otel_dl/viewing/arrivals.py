@@ -13,15 +13,17 @@ span does not say which two.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import COLLECTIVES, FIRST_SPANS, KeepReason, SpanName
 from otel_dl.viewing import within
+from otel_dl.viewing.intervals import union, without
 from otel_dl.viewing.reading import Span, number_of, text_of
 
 MOST: Final = 8_000_000
@@ -56,8 +58,9 @@ class Arrival(NamedTuple):
     share: float
     """`late_ns` of the step's duration (the longest of the ranks')."""
     longer: str
-    """The phase (`forward`, …), span of the user's own, or `OUTSIDE` that took longer on it than on the others, by most
-    of `late_ns`; "" where the numbers show none."""
+    """The phase (`forward`, …), span of the user's own, what lies between two steps (`train.eval`,
+    `dataloader.start_workers`), or `OUTSIDE` that took longer on it than on the others, by most of `late_ns`; "" where
+    the numbers show none."""
 
 
 class Late(NamedTuple):
@@ -169,6 +172,7 @@ class Collector:
         """Place → id of the `train.step`."""
         self._hosts: dict[int, str] = {}
         self._within = within.Collector()
+        self._between: Callable[[int], Sequence[within.Part]] = _nothing
         self._rows: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
         """Group → six numbers a span, see `_add_collective`."""
         self._sizes: dict[str, int] = {}
@@ -233,9 +237,13 @@ class Collector:
         )
         self._rows[group].extend(array("q", row))
 
-    def result(self, parts: within.Collector) -> Arrivals:
-        """`parts`: what lies in the steps."""
+    def result(
+        self, parts: within.Collector, between: Callable[[int], Sequence[within.Part]] | None = None
+    ) -> Arrivals:
+        """`parts`: what lies in the steps; `between`: of a rank, what lies in none, by start."""
         self._within = parts
+        if between is not None:
+            self._between = functools.cache(between)
         by_step: defaultdict[int, list[tuple[str, Sequence[int]]]] = defaultdict(list)
         lacking: set[int] = set()
         warm: set[int] = set()
@@ -428,7 +436,7 @@ class Collector:
         former = {who: self._former(who, place) for who, place in places.items()}
         known = None not in former.values()
         own = {
-            who: self._own_times(place, former[who] if known else None, blocked.get(place, ()))
+            who: self._own_times(who, place, former[who] if known else None, blocked.get(place, ()))
             for who, place in places.items()
         }
         mine = own.pop(rank)
@@ -447,7 +455,7 @@ class Collector:
         # One of a later attempt may have the same number.
         return former if self._lasts[former] <= self._starts[place] else None
 
-    def _own_times(self, place: int, former: int | None, blocked: Sequence[tuple[int, int]]) -> Counter[str]:
+    def _own_times(self, rank: int, place: int, former: int | None, blocked: Sequence[tuple[int, int]]) -> Counter[str]:
         """Until the last collective of the step, all by the rank's own clock."""
         since, until = self._starts[place] if former is None else self._lasts[former], self._lasts[place]
         spans = [
@@ -456,6 +464,13 @@ class Collector:
             if step is not None
             for part, start, end in self._within.intervals(self._spans[step])
         ]
+        in_steps = union((start, end) for _, start, end in spans)
+        spans += [
+            (part, *piece)
+            for part, start, end in self._between(rank)
+            if start < until and end > since
+            for piece in without([(max(start, since), min(end, until))], in_steps)
+        ]
         times: Counter[str] = Counter()
         for part, start, end in spans:
             times[part] += max(0, end - start)
@@ -463,6 +478,10 @@ class Collector:
         for at, waited in blocked:
             times[next((part for part, start, end in spans if start <= at <= end), OUTSIDE)] -= waited
         return times
+
+
+def _nothing(rank: int) -> Sequence[within.Part]:
+    return ()
 
 
 def _chains(collectives: Sequence[_Collective]) -> Iterator[list[_Collective]]:

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from otel_dl.viewing.device import DeviceMemory, DeviceTimes
-from otel_dl.viewing.words import duration, percent, plural
+from otel_dl.viewing.words import duration, of_ranks, percent, plural
 
 _WAIT_TOLD = 0.05
 """Share of a step's time from which on it is told whose waiting for data is: the host's, or the device's too."""
 
 
-def rows(times: DeviceTimes | None, memory: DeviceMemory | None) -> Iterator[tuple[str, str]]:
+def rows(times: DeviceTimes | None, memory: DeviceMemory | None, ranks: int = 1) -> Iterator[tuple[str, str]]:
     """(label, text)"""
     if times is not None:
-        yield from _times(times)
+        yield from _times(times, ranks)
     if memory is not None:
         yield "Device memory", _memory(memory)
 
 
-def _times(times: DeviceTimes) -> Iterator[tuple[str, str]]:
+def _times(times: DeviceTimes, ranks: int) -> Iterator[tuple[str, str]]:
     parts = ", ".join(f"{part.name} {percent(part.host)} | {percent(part.device)}" for part in times.parts)
+    mean = f"the mean of {times.steps:,}{of_ranks(ranks)}"
     yield (
         "Host | device",
-        f"{parts} (of {duration(times.host_ns)} | {duration(times.device_ns)} a step, the mean of {times.steps:,})",
+        f"{parts} (of {duration(times.host_ns)} | {duration(times.device_ns)} a step, {mean})",
     )
     wait = times.wait
     if times.queued >= _WAIT_TOLD:

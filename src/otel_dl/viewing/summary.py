@@ -16,12 +16,25 @@ from typing import NamedTuple
 
 from otel_dl.forensics.reader import Page
 from otel_dl.semconv import PHASES, SCOPE, KeepReason, SpanName
-from otel_dl.viewing import arrivals, compilations, device, failures, incidents, loading, seen, waiting, warmup, within
+from otel_dl.viewing import (
+    arrivals,
+    compilations,
+    device,
+    failures,
+    incidents,
+    loading,
+    outside,
+    seen,
+    waiting,
+    warmup,
+    within,
+)
 from otel_dl.viewing.arrivals import OUTSIDE, Arrivals
 from otel_dl.viewing.compilations import Compilations
 from otel_dl.viewing.device import DeviceMemory, DeviceTimes
 from otel_dl.viewing.incidents import Incidents
 from otel_dl.viewing.loading import Loading
+from otel_dl.viewing.outside import RunTime
 from otel_dl.viewing.reading import Span, number_of, text_of
 from otel_dl.viewing.seen import Process, Ranks
 from otel_dl.viewing.waiting import Waiting
@@ -140,6 +153,8 @@ class Summary:
     total: int
     """Highest number of a kept step, or of one that a status page names, plus 1: the run had at least so many."""
     keep_reasons: Mapping[str, int]
+    run_time: RunTime | None
+    """None where its beginning is not known."""
     times: Times | None
     ranks: Sequence[Rank]
     missing: Ranks
@@ -220,11 +235,13 @@ class _Run:
         self._incidents = incidents.Collector()
         self._warmup = warmup.Collector()
         self._waiting = waiting.Collector()
+        self._outside = outside.Collector()
         self._evaluations = self._evaluation_ns = self._dropped = 0
 
     def add(self, span: Span) -> None:
         if span.scope != SCOPE:
             self.within.add_own(span)
+            self._outside.add_own(span)
             return
         self.start_ns = span.start_ns if self.start_ns is None else min(self.start_ns, span.start_ns)
         self._dropped += number_of(span, "otel_dl.dropped")
@@ -235,6 +252,7 @@ class _Run:
         self._device.add(span, PARTS.get(span.name, ""))
         self._seen.add(span)
         self._warmup.add(span)
+        self._outside.add(span)
         is_told = self._incidents.add(span)
         if span.name in PHASES:
             self.within.add_phase(span)
@@ -276,7 +294,7 @@ class _Run:
         even = {step.span_id: step.duration_ns for step in _even(steps)}
         on_device = self._device.times(even, PARTS.values(), PARTS[SpanName.NEXT], OTHER)
         wait = times.shares[PARTS[SpanName.NEXT]] if times is not None else 0.0
-        compared = self._arrivals.result(self.within)
+        compared = self._arrivals.result(self.within, lambda rank: self._outside.between_steps(rank, self.within))
         processes = self._seen.processes()
         pages = [page for page in pages if page.run == self.name]
         told = self._incidents.result(processes, pages)
@@ -299,6 +317,7 @@ class _Run:
             kept=len(reasons),
             total=max(_total(steps), *(step + 1 for _, step in begun), 0),
             keep_reasons=Counter(reasons.values()),
+            run_time=self._outside.result(self.within, begun),
             times=times,
             ranks=[
                 _rank(rank, by_rank[rank], phases, compared.own.get(rank, {}))._replace(

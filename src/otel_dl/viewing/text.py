@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from otel_dl.semconv import SpanName
-from otel_dl.viewing import compilation_text, device_text, incident_text, outstanding, waiting_text, warmup_text
+from otel_dl.viewing import (
+    compilation_text,
+    device_text,
+    incident_text,
+    outside_text,
+    outstanding,
+    waiting_text,
+    warmup_text,
+)
 from otel_dl.viewing.arrivals import Arrival, Arrivals, Late
 from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, SlowWorker
 from otel_dl.viewing.reading import Reading
 from otel_dl.viewing.seen import Ranks
 from otel_dl.viewing.summary import PARTS, Distribution, Lost, Rank, Step, Summary, Times, distribution
-from otel_dl.viewing.words import duration, percent, plural, ranks
+from otel_dl.viewing.words import duration, of_ranks, percent, plural, ranks
 
 _LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
 _LATE_SHOWN = 4
 _OWN_SHOWN = 8
+_BETWEEN = {SpanName.START_WORKERS: "start of workers", SpanName.EVAL: "evaluation"}
+"""What lies between two steps."""
 _IN_ORDER = "as batches are handed out in order, unless in_order=False"
 
 
@@ -52,14 +62,15 @@ def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterato
         yield "Run", summary.run
     yield "Steps", _steps(summary)
     yield from incident_text.rows(summary.incidents, jaeger_url)
+    yield from outside_text.rows(summary.run_time, len(summary.ranks) > 1)
     if summary.times is not None:
-        yield "Step time", f"{_distribution(summary.times.steps)} ({_basis(summary.times)})"
+        yield "Step time", f"{_distribution(summary.times.steps)} ({_basis(summary.times, len(summary.ranks))})"
         these = "this step" if summary.times.steps.size == 1 else f"these {_count(summary.times)}"
         yield "Time went to", _shares(summary.times.shares) + f" (of the time of {these})"
     if summary.warmup is not None:
         yield from warmup_text.rows(summary.warmup, summary.total)
-    yield from waiting_text.rows(summary.waiting)
-    yield from device_text.rows(summary.device, summary.memory)
+    yield from waiting_text.rows(summary.waiting, len(summary.ranks))
+    yield from device_text.rows(summary.device, summary.memory, len(summary.ranks))
     if len(summary.ranks) > 1:
         for rank in summary.ranks[:_RANKS_SHOWN]:
             yield "Ranks", _rank(rank)
@@ -221,7 +232,7 @@ def _wait_for(arrival: Arrival) -> str:
 
 
 def _part(longer: str) -> str:
-    return PARTS.get(longer, longer) or "not known"
+    return _BETWEEN.get(longer) or PARTS.get(longer, longer) or "not known"
 
 
 def _number_of_steps(count: int) -> str:
@@ -264,7 +275,7 @@ def _worker(slow: SlowWorker, several_ranks: bool) -> str:
 def _advice_rows(advice: Advice) -> Iterator[tuple[str, str]]:
     wait = f"steps wait for data {percent(advice.wait)} of their time"
     read = "the one worker reads" if advice.workers == 1 else f"the {advice.workers} workers read"
-    read += f" {percent(advice.busy)} of {'its' if advice.workers == 1 else 'theirs'}"
+    read += f" during {percent(advice.busy)} of {'its' if advice.workers == 1 else 'theirs'}"
     if advice.more is More.NO_WAIT:
         yield "More workers", f"would not help: {wait}, {read}"
     elif advice.more is More.YES:
@@ -275,26 +286,30 @@ def _advice_rows(advice: Advice) -> Iterator[tuple[str, str]]:
             f" {wait}, {read}",
         )
     else:
-        yield "Waiting", f"{wait}, {read}: {_cause(advice)}"
+        yield "Waiting", f"{wait}, {read}: that more of them would help is not shown"
+        yield "Waiting", _cause(advice)
 
 
 def _cause(advice: Advice) -> str:
-    share = f"{percent(advice.share)} of the waiting is"
+    share = f"{percent(advice.share)} of that waiting is"
     if advice.cause is Cause.START:
         return (
-            f"{share} for the first batches of an epoch, beside reading them; workers were started {advice.starts}"
-            " times: persistent_workers=True keeps them"
+            f"{share} for workers that start, at the first batches of an epoch: they were started {advice.starts}"
+            " times; persistent_workers=True keeps them running"
         )
     if advice.cause is Cause.HANDOVER:
-        return f"{share} for batches that had been read before, until they are taken over from the worker"
+        return (
+            f"{share} for batches that a worker had read already: not reading them takes that time, but handing them"
+            " over to the training process"
+        )
     if advice.cause is Cause.SLOW_WORKER:
-        return f"{share} for batches of a slow worker, see above: it holds up all others, {_IN_ORDER}"
+        return f"{share} for batches of a slow worker (see above): it holds up all others, {_IN_ORDER}"
     if advice.cause is Cause.SLOW_BATCHES:
         return (
             f"{share} for batches that took over {SLOW_BATCH} times the median to read: one holds up all after it,"
             f" {_IN_ORDER}"
         )
-    return "what for is not known from these traces"
+    return "what most of that waiting is for is not known from these traces"
 
 
 def _reading_rows(reading: Reading) -> Iterator[tuple[str, str]]:
@@ -317,13 +332,15 @@ def _steps(summary: Summary) -> str:
     if not summary.kept:
         return "none"
     reasons = ", ".join(f"{reason or 'unknown'} {count:,}" for reason, count in summary.keep_reasons.items())
-    return f"{summary.kept:,} kept of at least {summary.total:,} (kept as: {reasons})"
+    on = f" on {len(summary.ranks):,} ranks" if len(summary.ranks) > 1 else ""
+    return f"{summary.kept:,} kept of at least {summary.total:,}{on} (kept as: {reasons})"
 
 
-def _basis(times: Times) -> str:
+def _basis(times: Times, ranks: int) -> str:
+    each = f"{of_ranks(ranks)}, a step once for each rank," if ranks > 1 else ""
     if times.by_head:
-        return f"{_count(times)} kept by the head sampler"
-    return f"all {_count(times)} kept, none of them by the head sampler: not an even sample"
+        return f"{_count(times)}{each} kept by the head sampler"
+    return f"all {_count(times)}{each} kept, none of them by the head sampler: not an even sample"
 
 
 def _count(times: Times) -> str:

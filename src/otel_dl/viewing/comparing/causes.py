@@ -22,20 +22,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from otel_dl.semconv import SpanName
+from otel_dl.viewing.comparing.device import DeviceRow, device_rows
 from otel_dl.viewing.comparing.pairing import Pairing
 from otel_dl.viewing.comparing.steps import BETWEEN, Piece, Step
 from otel_dl.viewing.intervals import Interval, Moments, both, total, union, within, without
 
 WARM_UP: Final = "warm-up"
 OVERHEAD: Final = "profiler overhead"
-OTHER_STEPS: Final = "other steps"
+OTHER_STEPS: Final = "unprofiled steps differ"
 """The steps outside the profile take another time than those inside, and no more so than they differ anyway."""
 START_STOP: Final = "profiler start and stop"
-EDGES: Final = "around the range"
-LATE: Final = "its range began late"
+EDGES: Final = "around the profiler's range"
+LATE: Final = "the profiler's range began late"
 """The span had begun, and something held the thread up before it could begin the range."""
-NO_OPERATION: Final = "no operation"
-HOST: Final = "host, not known which"
+NO_OPERATION: Final = "no torch operation"
+HOST: Final = "host, not known what it did"
 """The profile does not show what the host did."""
 QUEUED_BEFORE: Final = "queueing: earlier work ran"
 QUEUED_AFTER: Final = "queueing: ran after the host went on"
@@ -43,7 +44,7 @@ GAPS: Final = "launch gaps"
 SYNCHRONISATION: Final = "synchronisation"
 BEFORE_KERNELS: Final = "before the first kernel"
 AFTER_KERNELS: Final = "after the last kernel"
-NO_KERNEL: Final = "host only"
+NO_KERNEL: Final = "no work for the device"
 REST: Final = "unexplained"
 
 _SURE: Final = 2.0
@@ -106,6 +107,8 @@ class Comparison:
     """ns a step, the longest first."""
     one_time: dict[int, float]
     """Steps in which one-time work ran, by number, and how long (ns)."""
+    device: list[DeviceRow]
+    """Empty where the trace has no time of the device."""
 
     @property
     def total(self) -> Row:
@@ -129,6 +132,7 @@ def compare(pairing: Pairing) -> Comparison:
         pairing, on_device, rows, max(1.0, statistics.fmean(step.end - step.start for step in kept)), overhead,
         sorted(((gap, ns / len(pairing.steps)) for gap, ns in seen.gaps.items()), key=lambda item: -item[1]),
         {step.number: ns for step in kept if (ns := apart.one_time_of(step)) or step.warm},
+        device_rows(pairing),
     )  # fmt: skip
 
 

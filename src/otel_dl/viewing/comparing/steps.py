@@ -9,11 +9,12 @@ from typing import Final, NamedTuple
 
 from otel_dl.semconv import CONVOLUTIONS, ONE_TIME, PHASES, SCOPE, KeepReason, SpanName
 from otel_dl.viewing.intervals import Interval, Moments, union, within, without
-from otel_dl.viewing.reading import Span, number_of, text_of
+from otel_dl.viewing.reading import Span, ns_of, number_of, text_of
 
 BETWEEN: Final = "between phases"
 """The part of a step that is none of its phases."""
 
+_DEVICE: Final = "dl.device.duration_ms"
 _EVEN: Final = (KeepReason.HEAD, KeepReason.WARMUP, "")
 """Steps that are kept for these reasons are no choice of slow ones."""
 
@@ -26,6 +27,15 @@ class Piece(NamedTuple):
     end: int
     after: str
     """The phase before it, "" at the beginning of the step."""
+
+
+class OnDevice(NamedTuple):
+    """A phase, or the step, with the time that passed on the device between its two ends there."""
+
+    name: str
+    start: int
+    end: int
+    ns: float
 
 
 @dataclasses.dataclass
@@ -42,6 +52,8 @@ class Step:
     """Compilation, autotuning, capture."""
     waiting: Moments
     """The host waits for the device."""
+    on_device: list[OnDevice]
+    """The step, and its phases, as far as the trace knows the device's time of them."""
 
     @property
     def even(self) -> bool:
@@ -75,6 +87,7 @@ class _Light(NamedTuple):
     parent_id: str
     start: int
     end: int
+    device_ns: float | None
 
 
 def processes(spans: Iterable[Span]) -> list[Process]:
@@ -88,7 +101,8 @@ def processes(spans: Iterable[Span]) -> list[Process]:
         if span.name == SpanName.STEP:
             first[key] = span
         elif span.name in PHASES or _is_one_time(span.name, span.attributes) or span.name == SpanName.SYNCHRONIZE:
-            others[key].append(_Light(span.name, span.span_id, span.parent_id, span.start_ns, span.end_ns))
+            light = _Light(span.name, span.span_id, span.parent_id, span.start_ns, span.end_ns, ns_of(span, _DEVICE))
+            others[key].append(light)
     found: dict[tuple[str, int], Process] = {}
     for (trace_id, pid), span in first.items():
         run = text_of(span, "dl.run.id")
@@ -124,6 +138,14 @@ def _step(span: Span, inner: list[_Light]) -> Step:
             (each.start, each.end) for each in inner if each.name not in PHASES and each.name != SpanName.SYNCHRONIZE
         ),
         waiting=union((each.start, each.end) for each in inner if each.name == SpanName.SYNCHRONIZE),
+        on_device=[
+            OnDevice(name, begun, ended, ns)
+            for name, begun, ended, ns in (
+                (SpanName.STEP, start, end, ns_of(span, _DEVICE)),
+                *((each.name, each.start, each.end, each.device_ns) for each in children),
+            )
+            if ns is not None
+        ],
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from otel_dl.forensics.samples import ranges
 from otel_dl.semconv import SpanName
-from otel_dl.viewing.comparing.causes import REST, Comparison, Row
+from otel_dl.viewing.comparing.causes import REST, Comparison, Overhead, Row
+from otel_dl.viewing.comparing.device import DeviceRow
+from otel_dl.viewing.comparing.meanings import MEANINGS
 from otel_dl.viewing.comparing.pairing import Pairing
 from otel_dl.viewing.comparing.steps import Step
-from otel_dl.viewing.words import percent, plural
+from otel_dl.viewing.words import Scale, duration, percent, plural, scale
 
 _SHOWN: Final = 0.005
 """Causes of a smaller share of the step are summed up."""
@@ -32,16 +34,46 @@ def _lines(comparison: Comparison, name: str) -> Iterator[str]:
         former = label
     yield ""
     device = "device" if comparison.on_device else "profile"
-    width = max(len(row.name) for row in (*comparison.rows, comparison.total))
+    rows = (comparison.total, *comparison.rows)
+    width = max(len(row.name) for row in rows)
+    unit = scale(max(comparison.step_ns, comparison.total.profile))
     yield f"{'a step, mean':<{width}}{'otel-dl':>11}{device:>11}{'difference':>13}   where it comes from"
-    for row in (comparison.total, *comparison.rows):
-        causes = _causes(row, comparison.step_ns)
+    told: dict[str, None] = {}
+    for row in rows:
+        causes = _shown(row, comparison.step_ns)
+        told |= dict.fromkeys(causes)
         yield (
-            f"{row.name:<{width}}{_ms(row.trace):>11}{_ms(row.profile):>11}{_signed(row.difference):>13}   {causes}"
+            f"{row.name:<{width}}{unit.duration(row.trace):>11}{unit.duration(row.profile):>11}"
+            f"{unit.signed(row.difference):>13}   {_causes(row, causes, comparison.step_ns, unit)}"
         ).rstrip()
+    if comparison.on_device and comparison.device:
+        yield ""
+        yield from _device(comparison.device)
     yield ""
+    former = ""
     for label, text in _notes(comparison):
-        yield f"{label:<{_LABEL}}{text}"
+        yield f"{label if label != former else '':<{_LABEL}}{text}"
+        former = label
+    known = [cause for cause in MEANINGS if cause in told]
+    if known:
+        yield ""
+        yield "What is meant (+: otel-dl's time has it and the profile's has not; −: the other way round)"
+        indent = max(len(cause) for cause in known) + 2
+        for cause in known:
+            yield f"  {cause:<{indent}}{MEANINGS[cause]}"
+
+
+def _device(rows: list[DeviceRow]) -> Iterator[str]:
+    unit = scale(max(max(row.trace, row.kernels) for row in rows))
+    width = max(len("on the device"), *(len(row.name) for row in rows))
+    yield f"{'on the device':<{width}}{'otel-dl':>11}{'kernels':>11}{'difference':>13}   mean of the profiled steps"
+    for row in rows:
+        yield (
+            f"{row.name:<{width}}{unit.duration(row.trace):>11}{unit.duration(row.kernels):>11}"
+            f"{unit.signed(row.trace - row.kernels):>13}   of {row.steps:,}"
+        )
+    yield "otel-dl: dl.device.duration_ms, between the two moments at which the phase's stream comes to its ends;"
+    yield "kernels: how long ran what the phase launched. +: the device idled; −: it ran on other streams as well"
 
 
 def _basis(comparison: Comparison, name: str) -> Iterator[tuple[str, str]]:
@@ -61,7 +93,7 @@ def _basis(comparison: Comparison, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _clocks(pairing: Pairing) -> Iterator[tuple[str, str]]:
-    apart = f"; ranges begin {pairing.apart / 1000:,.0f} µs after their spans (median)" if pairing.apart else ""
+    apart = f"; ranges begin {duration(pairing.apart)} after their spans (median)" if pairing.apart else ""
     if pairing.offset is None:
         yield "Clocks", f"by the profile's own anchor{apart}"
     else:
@@ -81,14 +113,17 @@ def _steps(steps: list[Step]) -> str:
     return f"step{plural(len(steps))} {ranges([step.number for step in steps])}"
 
 
-def _causes(row: Row, step: float) -> str:
-    shown = {cause: ns for cause, ns in row.causes.items() if cause != REST and abs(ns) >= _SHOWN * step}
-    texts = [f"{cause} {_signed(ns)}" for cause, ns in sorted(shown.items(), key=lambda item: -abs(item[1]))]
+def _shown(row: Row, step: float) -> Mapping[str, float]:
+    return {cause: ns for cause, ns in row.causes.items() if cause != REST and abs(ns) >= _SHOWN * step}
+
+
+def _causes(row: Row, shown: Mapping[str, float], step: float, unit: Scale) -> str:
+    texts = [f"{cause} {unit.signed(ns)}" for cause, ns in sorted(shown.items(), key=lambda item: -abs(item[1]))]
     small = sum(ns for cause, ns in row.causes.items() if cause != REST and cause not in shown)
     if shown and abs(small) >= _SHOWN * step:
-        texts.append(f"smaller ones {_signed(small)}")
+        texts.append(f"smaller ones {unit.signed(small)}")
     if abs(row.rest) >= _SHOWN * step or row.name == SpanName.STEP:
-        texts.append(f"unexplained {_signed(row.rest)}")
+        texts.append(f"unexplained {unit.signed(row.rest)}")
     return ", ".join(texts)
 
 
@@ -99,23 +134,18 @@ def _notes(comparison: Comparison) -> Iterator[tuple[str, str]]:
     if comparison.overhead is None:
         yield "Overhead", "what the profiler adds is not known: no step of the trace is outside of the profile"
     else:
-        added = comparison.overhead
-        words = (
-            f"{_signed(added.ns)} a profiled step ({added.ns / comparison.step_ns:+.0%}), the longer one in"
-            f" {added.longer:.0%} of pairs with a step outside of the profile"
-        )
-        yield "Overhead", words + ("" if added.sure else ": no more than steps differ anyway")
+        yield "Overhead", _overhead(comparison.overhead, comparison.step_ns)
     longest = sorted(comparison.one_time.items(), key=lambda item: -item[1])
     for number, ns in longest[:_WARM_SHOWN]:
-        yield "Warm-up", f"{_ms(ns)} of one-time work in step {number}"
+        yield "Warm-up", f"{duration(ns)} of one-time work in step {number}"
     if len(longest) > _WARM_SHOWN:
         rest = longest[_WARM_SHOWN:]
-        yield "Warm-up", f"{_ms(sum(ns for _, ns in rest))} in {len(rest):,} more steps"
+        yield "Warm-up", f"{duration(sum(ns for _, ns in rest))} in {len(rest):,} more steps"
     for gap, ns in comparison.gaps[:_GAPS_SHOWN]:
         if ns >= _SHOWN * comparison.step_ns:
             where = f"after {gap.after}" if gap.after else "at the beginning of the step"
             what = f"in {gap.function}" if gap.function else "which Python function is not known from this profile"
-            yield "No operation", f"{_ms(ns)} a step {where}: {what}"
+            yield "No operation", f"{duration(ns)} a step {where}: {what}"
     if pairing.profile.kernels.unlaunched:
         yield (
             "Not known",
@@ -123,11 +153,20 @@ def _notes(comparison: Comparison) -> Iterator[tuple[str, str]]:
         )
     if not comparison.on_device:
         yield "Device", "no work of a device in this profile: queueing and launch gaps are not known from it"
+        for row in comparison.device[:1]:
+            yield (
+                "Device",
+                f"the trace has the device's time ({duration(row.trace)} of a {row.name}); to see kernels beside it,"
+                " profile the device as well (ProfilerActivity.CUDA)",
+            )
 
 
-def _ms(ns: float) -> str:
-    return f"{ns / 1e6:,.2f} ms"
-
-
-def _signed(ns: float) -> str:
-    return f"{ns / 1e6:+,.2f} ms".replace("-", "−")
+def _overhead(added: Overhead, step: float) -> str:
+    of_pairs = f"of one of each, it is the longer in {added.longer:.0%} of pairs"
+    if added.sure:
+        return f"a profiled step is {duration(added.ns)} ({added.ns / step:.0%}) longer than others ({of_pairs})"
+    longer = "longer" if added.ns >= 0 else "shorter"
+    return (
+        f"whether the profiler slows steps down can't be told from these: a profiled one is {duration(abs(added.ns))}"
+        f" {longer} than others, and by so much they differ anyway ({of_pairs})"
+    )
