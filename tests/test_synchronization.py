@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otel_dl
-from otel_dl.patches.synchronization import split, tensor, waiting
+from otel_dl.patches.synchronization import loader, split, tensor, waiting
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
 
@@ -125,6 +125,22 @@ def step_with(recorded: Recorded, work: Callable[[], object]) -> list[Any]:
     return recorded.named("cuda.synchronize")[before:]
 
 
+class Alarm(BaseException):
+    """Raised by a signal handler of the user's."""
+
+
+def alarm_at(reading: int, clock: Callable[[], int]) -> Callable[[], int]:
+    """`clock`, and at this reading of it the alarm."""
+    readings = itertools.count()
+
+    def read() -> int:
+        if next(readings) == reading:
+            raise Alarm
+        return clock()
+
+    return read
+
+
 class TestWaitingAlone:
     """`synchronize`, of a module, a stream and an event: what is called is a stand-in, as there is no driver."""
 
@@ -156,6 +172,15 @@ class TestWaitingAlone:
         assert said["dl.sync.wait_ms"] == (wait.end_time - wait.start_time) / 1e6
         assert "dl.sync.copy_ms" not in said
         assert said["code.file.path"] == __file__
+
+    @pytest.mark.parametrize("reading", [0, 1])
+    def test_after_the_users_alarm_others_are_seen(self, reading: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        with recording(sync_min_ms=0) as recorded:
+            with monkeypatch.context() as patch:
+                patch.setattr(waiting, "clock", alarm_at(reading, waiting.clock))
+                with pytest.raises(Alarm):
+                    torch.cuda.synchronize()
+            assert len(step_with(recorded, torch.cuda.synchronize)) == 1
 
     def test_an_events(self) -> None:
         event = torch.cuda.Event.__new__(torch.cuda.Event) if torch.cuda.is_available() else SimpleNamespace()
@@ -620,9 +645,9 @@ class Batch:
 
 
 def test_pinning_within_next_is_told() -> None:
-    loader = torch.utils.data.DataLoader(range(3), batch_size=1, collate_fn=lambda items: [Batch(items[0])] * 2)
+    data = torch.utils.data.DataLoader(range(3), batch_size=1, collate_fn=lambda items: [Batch(items[0])] * 2)
     with recording() as recorded:
-        batches: Any = iter(loader)
+        batches: Any = iter(data)
         batches._pin_memory, batches._pin_memory_device = True, None
         for batch in batches:
             with otel_dl.step():
@@ -631,6 +656,25 @@ def test_pinning_within_next_is_told() -> None:
     nexts = {span.context.span_id for span in recorded.named("dataloader.next")}
     assert [wait.attributes["dl.sync.op"] for wait in waits] == ["DataLoader.pin_memory"] * 3, "one a batch"
     assert {wait.parent.span_id for wait in waits} <= nexts
+
+
+@pytest.mark.parametrize("reading", [0, 1])
+def test_after_the_users_alarm_pinning_is_told(reading: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.utils.data.DataLoader(range(2), batch_size=1, collate_fn=lambda items: Batch(items[0]))
+
+    def read() -> None:
+        batches: Any = iter(data)
+        batches._pin_memory, batches._pin_memory_device = True, None
+        with otel_dl.step():
+            next(batches)
+
+    with recording() as recorded:
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "clock", alarm_at(reading, loader.clock))
+            with pytest.raises(Alarm):
+                read()
+        read()
+    assert len(recorded.named("cuda.synchronize")) == 1
 
 
 def test_pinning_while_nobody_waits_for_it_is_none() -> None:

@@ -44,8 +44,8 @@ def install(waiting: Waiting) -> None:
     def pin_memory(data: Any, *args: Any, **kwargs: Any) -> Any:
         if thread.inside or not is_waited_for():  # it calls itself for each part of a batch
             return original(data, *args, **kwargs)
-        thread.inside = True
         start = clock()
+        thread.inside = True
         try:
             result = original(data, *args, **kwargs)
         finally:

@@ -98,8 +98,8 @@ class Waiting:
                 except BaseException as fault:
                     patches.fault(fault)
                 raise
-            end = clock()
             try:
+                end = clock()
                 self._over(operation, device, args, kwargs, result, start, end, does, counts, mark)
             except BaseException as error:
                 patches.fault(error)
