@@ -10,7 +10,7 @@ import queue
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from support.phases import lines
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import otel_dl
 from otel_dl.faults import is_ours
 from otel_dl.patches import compilation
 from otel_dl.recording import context, lane, records
@@ -317,6 +318,51 @@ def test_the_users_alarm_arrives_wherever_it_comes(
             arrived.append(error)
         assert arrived == raised
         assert_goes_on_as_if_nothing_had_been(recorded, patch)
+    assert warnings(caplog) == []
+
+
+RUNS_IN_EACH_CALL = tuple(os.path.join(os.path.dirname(otel_dl.__file__), name) for name in ("patches", "recording"))
+
+
+def entered(frame: FrameType) -> tuple[str, str] | None:
+    """The function of ours that begins here, and its caller."""
+    name = frame.f_code.co_qualname
+    if not frame.f_code.co_filename.startswith(RUNS_IN_EACH_CALL) or frame.f_back is None:
+        return None
+    if name == "Loaders._forget":
+        return None  # called by a weak reference, out of which nothing can be raised
+    return name, frame.f_back.f_code.co_qualname
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_users_alarm_arrives_as_a_function_of_ours_begins(native: bool, caplog: pytest.LogCaptureFixture) -> None:
+    begun: dict[tuple[str, str], None] = {}
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        place = entered(frame)
+        if place is not None:
+            begun[place] = None
+
+    def alarm(frame: FrameType, event: str, arg: object) -> None:
+        if entered(frame) == place:
+            sys.settrace(None)
+            raise Timeout  # before its first line, as a signal handler that runs there
+
+    with recording(native=native) as recorded:
+        train()
+        sys.settrace(note)
+        train()
+        sys.settrace(None)
+        assert {caller for _, caller in begun} >= {"recorder.<locals>.recorded", "Patches.guard"}
+        for place in begun:
+            try:
+                sys.settrace(alarm)
+                with pytest.raises(Timeout):
+                    train()
+            finally:
+                sys.settrace(None)
+            assert recorded.run.local.lane.kinds == 0, f"no phase is open after {place}"
+        assert_goes_on_as_if_nothing_had_been(recorded, pytest.MonkeyPatch())
     assert warnings(caplog) == []
 
 

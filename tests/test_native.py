@@ -193,9 +193,11 @@ def test_what_happens_in_an_ordinary_step_takes_it_out_of_the_ordinary(in_c: boo
 class TestAsAFunction:
     def test_it_is_bound_named_documented_and_has_the_signature(self) -> None:
         original = nn.Module.__call__
+        arguments = inspect.getfullargspec(original)
         with recording():
             hook = nn.Module.__call__
             assert hook is not original
+            assert inspect.getfullargspec(hook) == inspect.getfullargspec(nn.Linear(2, 2)) == arguments
             bound = nn.Linear(2, 2).__call__
             assert isinstance(bound, types.MethodType)
             assert bound.__func__ is hook

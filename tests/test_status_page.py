@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from support import children
 
 from otel_dl.forensics import layout, reader, writer
 from otel_dl.forensics.reader import Page
@@ -174,3 +175,29 @@ def test_ranges_of_very_many_numbers() -> None:
 def test_names_are_cut_as_ranges_are() -> None:
     assert ranges("a,b", count=3) == "a,b,…"
     assert len(ranges("abc," * 200)) <= 256
+
+
+def test_a_thread_may_be_in_the_middle_of_a_store_when_it_is_closed(path: Path) -> None:
+    done = children.run(
+        f"""
+        from pathlib import Path
+        from otel_dl.forensics import layout, writer
+        from otel_dl.recording.identity import Identity
+
+        def is_mapped():
+            return {str(path)!r} in Path("/proc/self/maps").read_text()
+
+        writer.create({str(path)!r}, Identity("a-run", 0, 3, 0, 4))
+        status = writer.StatusPage({str(path)!r})
+        store = layout.NUMBER_STRUCT.pack_into
+        begun = (status._memory, layout.STEP, 7)
+        status.close()
+        store(*begun)
+        assert is_mapped()
+        del begun
+        assert not is_mapped()
+        status.step(8)
+        """
+    )
+    assert done.code == 0, done
+    assert read(path).step == 7

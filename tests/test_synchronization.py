@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otel_dl
-from otel_dl.patches.synchronization import functions, split, tensor, waiting
+from otel_dl.patches.synchronization import functions, loader, split, tensor, waiting
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
 from otel_dl.recording.lane import NEXT
@@ -152,6 +152,22 @@ def step_with(recorded: Recorded, work: Callable[[], object]) -> list[Any]:
     return recorded.named("cuda.synchronize")[before:]
 
 
+class Alarm(BaseException):
+    """Raised by a signal handler of the user's."""
+
+
+def alarm_at(reading: int, clock: Callable[[], int]) -> Callable[[], int]:
+    """`clock`, and at this reading of it the alarm."""
+    readings = itertools.count()
+
+    def read() -> int:
+        if next(readings) == reading:
+            raise Alarm
+        return clock()
+
+    return read
+
+
 class TestWaitingAlone:
     """`synchronize`, of a module, a stream and an event: what is called is a stand-in, as there is no driver."""
 
@@ -183,6 +199,15 @@ class TestWaitingAlone:
         assert said["dl.sync.wait_ms"] == (wait.end_time - wait.start_time) / 1e6
         assert "dl.sync.copy_ms" not in said
         assert said["code.file.path"] == __file__
+
+    @pytest.mark.parametrize("reading", [0, 1])
+    def test_after_the_users_alarm_others_are_seen(self, reading: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        with recording(sync_min_ms=0) as recorded:
+            with monkeypatch.context() as patch:
+                patch.setattr(waiting, "clock", alarm_at(reading, waiting.clock))
+                with pytest.raises(Alarm):
+                    torch.cuda.synchronize()
+            assert len(step_with(recorded, torch.cuda.synchronize)) == 1
 
     def test_an_events(self) -> None:
         event = torch.cuda.Event.__new__(torch.cuda.Event) if torch.cuda.is_available() else SimpleNamespace()
@@ -847,6 +872,25 @@ def test_pinning_in_its_thread_is_told_with_the_line_that_waits_for_the_batch(mo
             had.release()
         thread.join()
     pinned(recorded, line)
+
+
+@pytest.mark.parametrize("reading", [0, 1])
+def test_after_the_users_alarm_pinning_is_told(reading: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.utils.data.DataLoader(range(2), batch_size=1, collate_fn=lambda items: Batch(items[0]))
+
+    def read() -> None:
+        batches: Any = iter(data)
+        batches._pin_memory, batches._pin_memory_device = True, None
+        with otel_dl.step():
+            next(batches)
+
+    with recording() as recorded:
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "clock", alarm_at(reading, loader.clock))
+            with pytest.raises(Alarm):
+                read()
+        read()
+    assert len(recorded.named("cuda.synchronize")) == 1
 
 
 def test_pinning_while_nobody_waits_for_it_is_none() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
@@ -17,6 +20,7 @@ from support.loops import FORMS, loader, network, train, update
 
 import otel_dl
 from otel_dl.patches import training
+from otel_dl.patches._patching import Patches
 
 OURS = str(Path(otel_dl.__file__).parent)
 
@@ -150,6 +154,31 @@ def test_an_alias_that_torch_takes_when_it_is_imported_is_of_torchs_own() -> Non
         {"PYTHONPATH": str(Path(__file__).parent)},
     )
     assert done.code == 0, done
+
+
+def test_what_another_thread_is_importing_is_patched_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, whole = threading.Event(), []
+
+    def somebody_waits() -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return bool(whole) or any(each.name == "import_module" for each in traceback.extract_stack(frame))
+
+    def halfway() -> None:
+        begun.set()
+        while not somebody_waits():
+            pass
+
+    (tmp_path / "takes_long.py").write_text("from test_uninstrument import halfway\nhalfway()\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "halfway", halfway, raising=False)
+    thread = threading.Thread(target=importlib.import_module, args=("takes_long",))
+    thread.start()
+    begun.wait()
+    Patches("a test").when_imported("takes_long", lambda module: whole.append(hasattr(module, "whole")))
+    thread.join()
+    assert whole == [True]
 
 
 def test_aliases_that_were_taken_meanwhile_still_work() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from typing import Final
 
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -37,7 +38,10 @@ class Memory:
         self.size = size
         self.address: int = address
         """0 once it is closed."""
-        self.view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        mapped = (ctypes.c_char * size).from_address(address)
+        # With the last view of it, for a thread may be in the middle of a store when it is closed.
+        weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
+        self.view = memoryview(mapped).cast("B")
 
     @property
     def whole(self) -> bool:
@@ -49,8 +53,7 @@ class Memory:
             return True
 
     def close(self) -> None:
-        """Takes the mapping away. What is written to `view` from now on, taken anew, is lost."""
-        address, self.address = self.address, 0
-        if address:
+        """Takes the mapping away, once nobody holds a view of it. What is written to `view` from now on is lost."""
+        if self.address:
+            self.address = 0
             self.view = memoryview(bytearray(self.size))
-            _libc.munmap(address, self.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import weakref
 from collections.abc import Callable
 from types import CellType
@@ -56,6 +57,8 @@ class Patches:
         this = weakref.ref(self)  # what waits for an import that never comes would be kept for ever
 
         def imported(found: Any) -> None:
+            if getattr(getattr(found, "__spec__", None), "_initializing", False):
+                importlib.import_module(module)  # another thread is importing it: this waits until it has
             patches = this()
             if patches is not None and module in patches._awaited:
                 patches._awaited.pop(module)(found)

@@ -43,17 +43,13 @@ def recorder(
     What `original` raises passes; a fault of ours goes to `patches`.
     """
 
+    # Who calls these two catches what they raise: a signal handler of the user's may run as they are entered.
+
     def ended(kind: int, subject: Any, start: int) -> None:
-        try:
-            event.end(run.local.lane, kind, subject, start)
-        except BaseException as error:
-            patches.fault(error)
+        event.end(run.local.lane, kind, subject, start)
 
     def failed(kind: int, subject: Any, start: int, error: BaseException) -> None:
-        try:
-            event.fail(run.local.lane, kind, subject, start, error)
-        except BaseException as fault:
-            patches.fault(fault)
+        event.fail(run.local.lane, kind, subject, start, error)
 
     @functools.wraps(original)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -69,9 +65,15 @@ def recorder(
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            failed(kind, subject, start, error)
+            try:
+                failed(kind, subject, start, error)
+            except BaseException as fault:
+                patches.fault(fault)
             raise
-        ended(kind, subject, start)
+        try:
+            ended(kind, subject, start)
+        except BaseException as error:
+            patches.fault(error)
         return result
 
     in_c = native.hook(form, run.settings.native)

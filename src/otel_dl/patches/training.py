@@ -136,6 +136,9 @@ def install_forward(run: Run, patches: Patches) -> None:
         # torch's profiler tells calls of modules in a stack by this code, and ends the process by SIGSEGV where there
         # is none (torch/csrc/autograd/profiler_python.cpp::nnModuleCode, 2.4-2.15). This one runs in each call of ours.
         __call__.__code__ = module._call_impl.__code__
+        # With these inspect.getfullargspec, of the function or a module, takes it for a function.
+        for name in ("__defaults__", "__kwdefaults__"):
+            setattr(__call__, name, getattr(original, name, None))
     patches.replace(module, "__call__", __call__)
 
     # Modules of torch that keep what `Module.__call__` is when they are imported.

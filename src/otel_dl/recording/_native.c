@@ -475,7 +475,7 @@ typedef struct {
     PyObject *recorded; /* the same call, recorded in Python, whatever the case */
     PyObject *ended; /* (kind, subject, start): the call has returned, out of the ordinary */
     PyObject *failed; /* (kind, subject, start, exception): an exception left it */
-    PyObject *fault; /* (exception): one of ours */
+    PyObject *fault; /* (exception): what any of the others raised */
     PyObject *kind, *eval_kind, *neutral_kind;
     PyObject *is_grad_enabled;
     long kinds;
@@ -536,7 +536,7 @@ call_failed(Hook *hook, PyObject *kind, PyObject *subject, long long start)
     if (reading != NULL)
         answer = PyObject_CallFunctionObjArgs(hook->failed, kind, subject, reading, error, NULL);
     Py_XDECREF(reading);
-    if (answer == NULL) { /* a signal handler of the user's raised meanwhile */
+    if (answer == NULL && own_fault(hook) < 0) { /* a signal handler of the user's raised meanwhile */
         PyObject *raised = take_exception();
         PyObject *context = PyException_GetContext(raised);
         if (context == NULL && raised != error)
@@ -547,7 +547,7 @@ call_failed(Hook *hook, PyObject *kind, PyObject *subject, long long start)
         put_exception(raised);
         return;
     }
-    Py_DECREF(answer);
+    Py_XDECREF(answer);
     put_exception(error);
 }
 
@@ -560,11 +560,9 @@ call_ended(Hook *hook, PyObject *kind, PyObject *subject, long long start, PyObj
     if (reading != NULL)
         answer = PyObject_CallFunctionObjArgs(hook->ended, kind, subject, reading, NULL);
     Py_XDECREF(reading);
-    if (answer == NULL) {
-        Py_DECREF(result);
-        return NULL;
-    }
-    Py_DECREF(answer);
+    if (answer == NULL && own_fault(hook) < 0)
+        Py_CLEAR(result);
+    Py_XDECREF(answer);
     return result;
 }
 

@@ -47,9 +47,9 @@ class Work:
 
     def begin(self) -> None:
         if _open.work is None and self._run.active:
+            self.start = clock()
             self.outermost = True
             _open.work = self
-            self.start = clock()
 
     def end(self, detail: OneTime, error: BaseException | None = None) -> None:
         """It is over, by `error` where that left it."""

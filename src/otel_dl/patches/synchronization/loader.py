@@ -53,8 +53,8 @@ def install(waiting: Waiting) -> None:
     def pin_memory(data: Any, *args: Any, **kwargs: Any) -> Any:
         if thread.inside or who_waits() is None:  # it calls itself for each part of a batch
             return original(data, *args, **kwargs)
-        thread.inside = True
         start = clock()
+        thread.inside = True
         try:
             result = original(data, *args, **kwargs)
         finally:
