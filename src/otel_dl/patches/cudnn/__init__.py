@@ -1,7 +1,7 @@
 """cuDNN's autotuning: `torch.conv1d` … `torch.conv_transpose3d`, which `torch.nn.functional` and the modules call.
 
 Nothing is put in their place: what is called when torch's own objects are called is changed, which takes C
-(`recording/_native.c`, Follow). To Python, `torch.jit`, `torch.fx` and `torch.compile` they are what they were.
+(`recording/c/follow.c`). To Python, `torch.jit`, `torch.fx` and `torch.compile` they are what they were.
 Not seen, for they don't pass by Python: convolutions in code that was scripted or compiled, in C++ (double backward),
 and `torch.ops.aten.convolution`.
 """

@@ -106,7 +106,7 @@ class Watch:
         self._overridden: Callable[[tuple[Any, ...]], bool] = torch.overrides.has_torch_function
         self._traced: Callable[[], object] = c._get_tracing_state
         self.followed: list[Any] = []
-        """torch's functions, as `Follow` of `_native.c`."""
+        """torch's functions, as `Follow` of `recording/c/follow.c`."""
         self._on = False
         """Whether benchmark was on at any convolution by cuDNN so far."""
 
