@@ -47,7 +47,7 @@ bench: venv
 
 venv: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml hatch_build.py src/otel_dl/recording/_native.c
+$(VENV)/installed: pyproject.toml hatch_build.py $(wildcard src/otel_dl/recording/c/*.[ch])
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.10 or later (Debian: apt install python3 python3-venv)" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no module venv: install it (Debian: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

@@ -1,4 +1,4 @@
-"""Compiles `recording/_native.c`. Where that can't be done the wheel is pure Python, and works the same."""
+"""Compiles `recording/c/` to `_native`. Where that can't be done the wheel is pure Python, and works the same."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ class NativeBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if sysconfig.get_config_var("Py_GIL_DISABLED") or sys.byteorder != "little":
             return  # importing it would switch the GIL on; it writes status pages as they lie in memory
-        source = Path("src", "otel_dl", "recording", "_native.c")
-        for stale in Path(self.root, source.parent).glob("_native.*.so"):
+        folder = Path("src", "otel_dl", "recording", "c")
+        for stale in Path(self.root, folder.parent).glob("_native.*.so"):
             stale.unlink()
         try:
-            compile_extension(Path(self.root), "otel_dl.recording._native", source)
+            compile_extension(Path(self.root), "otel_dl.recording._native", folder)
         except Exception as error:
-            self.app.display_warning(f"{source} was not compiled, recording is slower: {error}")
+            self.app.display_warning(f"{folder} was not compiled, recording is slower: {error}")
             return
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
 
 
-def compile_extension(root: Path, name: str, source: Path) -> None:
-    """Beside its source, as an editable installation wants it; a wheel takes it from there."""
+def compile_extension(root: Path, name: str, folder: Path) -> None:
+    """Beside the folder of its sources, as an editable installation wants it; a wheel takes it from there."""
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
-    digest = hashlib.sha256((root / source).read_bytes()).hexdigest()
+    files = sorted((root / folder).glob("*.[ch]"))
+    sources = [str(file) for file in files if file.suffix == ".c"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     macros = [("SOURCE", f'"{digest}"')]
-    extension = Extension(name, [str(root / source)], define_macros=macros, extra_compile_args=["-O2"])
+    extension = Extension(name, sources, define_macros=macros, extra_compile_args=["-O2"])
     packages = {"": str(root / "src")}
     command = build_ext(Distribution({"name": "otel-dl", "ext_modules": [extension], "package_dir": packages}))
     command.inplace = True

@@ -1,4 +1,4 @@
-"""A builtin of somebody else's that is followed from C, without Python: `Follow` of `_native.c`."""
+"""A builtin of somebody else's that is followed from C, without Python: `Follow` of `recording/c/follow.c`."""
 
 from __future__ import annotations
 

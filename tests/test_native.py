@@ -57,9 +57,9 @@ def test_it_is_compiled_where_there_is_a_compiler() -> None:
     if shutil.which("cc") is None or sysconfig.get_config_var("Py_GIL_DISABLED"):
         pytest.skip("no C compiler, or a Python without the GIL: Python records")
     assert native.hooks is not None
-    source = Path(native.__file__).with_name("_native.c")
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    assert digest == native.hooks.SOURCE, "it is older than its source: install the package again"
+    sources = sorted(Path(native.__file__).with_name("c").glob("*.[ch]"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    assert digest == native.hooks.SOURCE, "it is older than its sources: install the package again"
 
 
 @pytest.mark.skipif(native.hooks is None, reason="nothing is compiled")

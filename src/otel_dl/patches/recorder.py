@@ -1,6 +1,6 @@
 """A call as an event: what stands in the place of a function whose every call begins and ends something.
 
-Two forms of the same: a hook of `recording/_native.c`, which records the ordinary event itself and hands any other to
+Two forms of the same: a hook of `recording/c/`, which records the ordinary event itself and hands any other to
 the Python function below; and that function alone. torch's dynamo traces through a function and not through a hook:
 where it can meet one, a function of two lines stands before it (`is_dynamo_compiling` is a constant to dynamo: no graph
 break, no recompilation).
@@ -38,7 +38,7 @@ class Event(Protocol):
 def recorder(
     run: Run, patches: Patches, event: Event, original: Callable[..., Any], form: str, **options: Any
 ) -> Callable[..., Any]:
-    """`original`, recorded as `event`; `form` and `options` of the hook as in `_native.c`.
+    """`original`, recorded as `event`; `form` and `options` of the hook as in `recording/c/hook.c`.
 
     What `original` raises passes; a fault of ours goes to `patches`.
     """

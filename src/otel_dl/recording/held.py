@@ -73,7 +73,7 @@ class Held:
     # In the thread that trains.
 
     def recycled(self, step: Step, end: int) -> None:
-        """`step` ends and its object becomes the next one: what `_native.c::hold` does."""
+        """`step` ends and its object becomes the next one: what `c/next.c::hold` does."""
         fast, weight = self._fast, len(step.records) + len(step.collectives)
         if fast.held_in - fast.held_out + weight > fast.held_most:
             fast.not_held += 1

@@ -375,7 +375,7 @@ class Lane(LaneState):
                 and run.active
                 and (step.number + 1 < run.fast.attention or run.records_only(step.number + 1))
             ):
-                # The ordinary case, and the hot one, which `_native.c` takes itself where it can: nobody keeps the step
+                # The ordinary case, and the hot one, which `c/next.c` takes itself where it can: nobody keeps the step
                 # and nobody knows its ids, so it becomes the next one. Closing it and opening another costs three
                 # times as much.
                 run.slow.new.append(start - step.start)

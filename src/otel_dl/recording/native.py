@@ -1,4 +1,4 @@
-"""The hot path's state, in C where `_native.c` was compiled, and what its hooks need to know of a run.
+"""The hot path's state, in C where `c/` was compiled, and what its hooks need to know of a run.
 
 The hooks of `_native` record the ordinary event themselves and hand everything else to a Python function; without them
 (no C compiler at installation, `OTEL_DL_NATIVE=false`) that function is what stands in the attribute, and the same
@@ -31,7 +31,7 @@ hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
 
 
 def hook(name: str, wanted: bool) -> Callable[..., Any] | None:
-    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put`, `Method` or `Follow` of `_native.c`, where there is C and
+    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put`, `Method` or `Follow` of `c/`, where there is C and
     it is `wanted`."""
     return getattr(hooks, name) if hooks is not None and wanted else None
 

@@ -116,7 +116,7 @@ class Worker(WorkerState):
         head = self.carrier.head
         return head is not None and not isinstance(head, bytes) and batch_sampled(head, self.carrier.nonce, *batch)
 
-    # `Get` and `Put` of `_native.c` do the same for the ordinary fetch; here is what holds in any case.
+    # `Get` and `Put` of `recording/c/queues.c` do the same for the ordinary fetch; here is what holds in any case.
 
     def received(self, message: Any) -> None:
         """torch's loop was given `message`: (index, what to read), a resumption, or the end."""

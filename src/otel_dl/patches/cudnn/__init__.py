@@ -2,7 +2,7 @@
 `aten::convolution` with its backward, which code calls that inductor compiled, and scripted code (`scripted.py`).
 
 Nothing is put in their place: what is called when torch's own objects are called is changed, which takes C
-(`recording/_native.c`, Follow). To Python, `torch.jit`, `torch.fx` and `torch.compile` they are what they were.
+(`recording/c/follow.c`). To Python, `torch.jit`, `torch.fx` and `torch.compile` they are what they were.
 Not seen, for they don't pass by Python: convolutions in C++ (double backward), in functions that were scripted, and
 in a CUDA graph that is replayed, which tunes nothing.
 """

@@ -123,7 +123,7 @@ class Watch:
         self._traced: Callable[[], object] = c._get_tracing_state
         self._next_node: Callable[[], int] = c._autograd._get_sequence_nr
         self.followed: list[Any] = []
-        """torch's functions, as `Follow` of `_native.c`."""
+        """torch's functions, as `Follow` of `recording/c/follow.c`."""
         self._on = False
         """Whether benchmark was on at any convolution by cuDNN so far."""
 

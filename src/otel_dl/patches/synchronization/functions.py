@@ -1,7 +1,7 @@
 """Functions of torch that need to know the values of a tensor, as its methods of these names do, or copy to a device.
 
 torch finds them by identity (torch.jit.script, `__torch_function__`, torch.compile), so nothing is put in their place:
-what is called when these very objects are called is changed, which takes C (`Follow` of `_native.c`). There it is
+what is called when these very objects are called is changed, which takes C (`recording/c/follow.c`). There it is
 decided as well whether a call has to do with another place than the CPU.
 
 That they wait is written in torch's sources, in aten/src/ATen/native where nothing else is said, and was looked up in
@@ -96,7 +96,7 @@ def _first(args: Args, kwargs: Keywords, result: Any = None) -> Any:
 
 
 def _tensor(given: Iterable[Any]) -> Any:
-    """The first among these, or in a list among them; as in `_native.c`."""
+    """The first among these, or in a list among them; as in `recording/c/follow.c`."""
     import torch
 
     for each in given:

@@ -1,13 +1,14 @@
 """What stands in the place of a method of `torch.Tensor`, so that nobody can tell but who waits.
 
 With C, what is written in C (all but printing and `unique`) is swapped behind its descriptor, and `x[mask]` behind the
-slots of the classes (`_native.c`): no dict is changed. For the others, and without C, there is `Method`.
+slots of the classes (`recording/c/`: `descriptor.c`, `subscript.c`): no dict is changed. For the others, and without
+C, there is `Method`.
 
 A function there would be what torch hands to `__torch_function__`, and what `torch.Tensor.item` is: tables of the
 user's and of torch's (`UninitializedTensorMixin._allowed_methods`, torchvision's tv_tensors), made before, would not
 have it. So asked of the class it is the original, the identical object; a tensor on the CPU gets the original as well,
 and only one that can wait gets a function of ours. torch then calls the original: what is overridden fires once.
-`_native.c` has the same as `Method`; in Python it costs 0.25 us a call.
+`recording/c/method.c` has the same as `Method`; in Python it costs 0.25 us a call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Form(IntEnum):
-    """What decides whether a call can wait; as in `_native.c`."""
+    """What decides whether a call can wait; as in `recording/c/method.c`."""
 
     READS = 0
     """The tensor is not on the CPU."""

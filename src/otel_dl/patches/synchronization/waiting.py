@@ -108,7 +108,7 @@ class Waiting:
     def follow(
         self, call: Call
     ) -> Callable[[Args, Keywords | None], Callable[[Any, BaseException | None], None] | None]:
-        """What `Follow` of `_native.c` calls before a function is called, to record it."""
+        """What `Follow` (`recording/c/follow.c`) calls before a function is called, to record it."""
 
         def begin(args: Args, kwargs: Keywords | None) -> Ended | None:
             given = kwargs or {}
