@@ -257,6 +257,8 @@ class Session:
             patches.restore()
         startup.import_torch.uninstall()
         self._finish(deadline, None, "finished")
+        if self._builder is not None:
+            self._builder.join(deadline)
         self.ranks.close()
         self.run.active = False
         self._show(Status())

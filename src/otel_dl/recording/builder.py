@@ -296,6 +296,11 @@ class Builder:
             self._urgent = False
             self._lock.release()
 
+    def join(self, deadline: float) -> None:
+        """After the last `drain`: returns once the thread has ended, at `deadline` (monotonic) at the latest."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, deadline - monotonic()))
+
     def _fault(self, error: Exception) -> None:
         self._run.dropped["fault"] += 1
         if not self._faulty:
