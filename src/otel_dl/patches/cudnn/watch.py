@@ -328,9 +328,9 @@ class Watch:
 
     # Scripted code.
 
-    def may_begin_scripted(self) -> bool:
+    def may_begin_scripted(self, tensors: tuple[Any, ...]) -> bool:
         thread = self._thread
-        return thread.scripted is None and not thread.inside and self._traced() is None
+        return thread.scripted is None and not thread.inside and not self._is_overridden(tensors, {})
 
     def is_wanted(self) -> bool:
         """Whether convolutions that find their plans are told in the step that is open."""
