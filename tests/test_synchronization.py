@@ -732,6 +732,23 @@ class TestSplit:
             marks.append(splits.begin(self.on_cuda()))
         assert len({id(mark[0]) for mark in marks}) <= 2
 
+    def test_two_threads_do_not_read_the_same_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        splits, waits = split.Split(), [self.wait(52.0), self.wait(52.0)]
+        marks = [splits.begin(self.on_cuda()) for _ in waits]
+        for mark, wait in zip(marks, waits, strict=True):
+            splits.end(mark, wait)
+
+        def query(event: FakeEvent) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                other = threading.Thread(target=splits.begin, args=(self.on_cuda(),))
+                other.start()
+                other.join()
+            return event is marks[0][1]
+
+        monkeypatch.setattr(FakeEvent, "query", query)
+        splits.begin(self.on_cuda())
+        assert ["dl.sync.wait_ms" in wait.attributes() for wait in waits] == [True, False]
+
     def test_nothing_is_recorded_while_a_stream_is_captured(self) -> None:
         self.capturing = True
         assert split.Split().begin(self.on_cuda()) is None
