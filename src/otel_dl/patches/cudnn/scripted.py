@@ -124,16 +124,16 @@ def _forms(values: Any) -> Iterator[Any]:
         yield values if isinstance(values, (bool, int, float, str)) else type(values)
 
 
-def _tensors(result: Any) -> Iterator[Any]:
+def _tensors(values: Any) -> Iterator[Any]:
     import torch
 
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (list, tuple)):
-        for value in result:  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:  # pyright: ignore[reportUnknownVariableType]
             yield from _tensors(value)
-    elif isinstance(result, dict):
-        yield from _tensors(list(result.values()))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
 
 
 def _nodes(result: Any, first: int) -> list[Any]:

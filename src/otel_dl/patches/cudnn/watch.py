@@ -19,6 +19,7 @@ from otel_dl.patches.cudnn.keys import FORWARD, Call, Key, Operand, Plans
 from otel_dl.patches.cudnn.spans import Convolution, Steps
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.lane import is_failure
+from otel_dl.recording.native import Ended
 from otel_dl.recording.records import clock
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ _TENSORS: Final = ("input", "weight", "bias")
 _NODE: Final = "ConvolutionBackward0"
 _DIRECTIONS: Final = (keys.BACKWARD_INPUT, keys.BACKWARD_WEIGHT)
 """In the order in which torch gives their gradients."""
-
-
-Ended = Callable[[Any, BaseException | None], None]
-"""(the result, None) or (None, what was raised)."""
 
 
 class Form:
@@ -162,7 +159,7 @@ class Watch:
         form = self._form(operation, args, kwargs)
         if form is None or form.call is None:
             return None
-        self._begun()
+        self._follow_always()
         known = thread.plans.find(form.keys[FORWARD])
         former = self._used(args[1] if len(args) > 1 else kwargs["weight"], form)
         thread.inside = True
@@ -177,7 +174,7 @@ class Watch:
         operand = self.operand(grad)
         if form is None or form.call is None or operand is None:
             return None
-        self._begun()
+        self._follow_always()
         directions = [each for each, is_wanted in zip(_DIRECTIONS, wanted, strict=False) if is_wanted]
         self._thread.inside = True
         return partial(self._end_backward, form, self._used(w, form), operand, directions, clock())
@@ -188,7 +185,8 @@ class Watch:
             return True
         return self._traced() is not None
 
-    def _begun(self) -> None:
+    def _follow_always(self) -> None:
+        """From now on also while benchmark is off."""
         if not self._on:
             self._on = True
             for followed in self.followed:
