@@ -328,15 +328,21 @@ class TestUnseen:
             lambda: torch.repeat_interleave(),
             lambda: torch.repeat_interleave(torch.ones(2, device="meta"), repeats="often"),
             lambda: nn.functional.one_hot(torch.ones(2, device="meta")),
+            lambda: nn.functional.one_hot(torch.ones(2, device="meta").long(), num_classes=torch.ones(2)),
+            lambda: torch.linalg.inv_ex(torch.ones(2, 2, device="meta"), check_errors=torch.ones(2)),
+            lambda: torch.ones(2, device="meta").to("cpu", non_blocking=torch.ones(2)),
         ],
     )
-    def test_wrong_calls_of_functions_raise_what_they_raised(self, wrong: Callable[[], object]) -> None:
+    def test_wrong_calls_of_functions_raise_what_they_raised(
+        self, wrong: Callable[[], object], caplog: pytest.LogCaptureFixture
+    ) -> None:
         def raised() -> tuple[type[BaseException], str]:
             with pytest.raises(Exception) as caught, otel_dl.step():  # noqa: PT011
                 wrong()
             return type(caught.value), str(caught.value)
 
         within = raised()
+        assert not caplog.records, "nor are they a fault of ours"
         self.recorded.finish()
         with pytest.raises(within[0]) as without:
             wrong()

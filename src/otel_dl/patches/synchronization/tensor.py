@@ -113,7 +113,7 @@ def _named(arguments: Iterable[Any]) -> Any:
 
 def _blocks(args: Args, kwargs: Keywords) -> bool:
     """Without, a copy returns at once; where it did not (pageable memory), it waited all the same."""
-    return not (kwargs.get("non_blocking") or any(arg is True for arg in args[1:]))
+    return not (kwargs.get("non_blocking") is True or any(arg is True for arg in args[1:]))
 
 
 def _is_no_fill(args: Args, kwargs: Keywords) -> bool:
