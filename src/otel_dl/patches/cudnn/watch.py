@@ -31,6 +31,8 @@ _KNOWN: Final = 10_000
 _MODULES: Final = 4_096
 """Weights of which it is remembered what they were last used with."""
 _TENSORS: Final = ("input", "weight", "bias")
+_BACKWARD_ARGUMENTS: Final = 11
+"""Of `aten::convolution_backward`."""
 _NODE: Final = "ConvolutionBackward0"
 _DIRECTIONS: Final = (keys.BACKWARD_INPUT, keys.BACKWARD_WEIGHT)
 """In the order in which torch gives their gradients."""
@@ -166,6 +168,8 @@ class Watch:
         return partial(self._end, form, former, self.benchmark(), known, clock())
 
     def _begin_backward(self, args: tuple[Any, ...]) -> Ended | None:
+        if len(args) != _BACKWARD_ARGUMENTS or not isinstance(args[-1], (list, tuple)):
+            return None  # torch refuses it
         grad, x, w, _, *others, wanted = args
         if self._thread.inside or self._thread.backward is not None or self._is_overridden(args[:3], {}):
             return None
@@ -175,7 +179,7 @@ class Watch:
         if form is None or form.call is None or operand is None:
             return None
         self._follow_always()
-        directions = [each for each, is_wanted in zip(_DIRECTIONS, wanted, strict=False) if is_wanted]
+        directions = [each for each, is_wanted in zip(_DIRECTIONS, wanted, strict=False) if is_wanted is True]
         self._thread.inside = True
         return partial(self._end_backward, form, self._used(w, form), operand, directions, clock())
 
@@ -377,7 +381,13 @@ class Watch:
         self._patches.fault(error)
 
     def operand(self, tensor: Any) -> Operand | None:
-        return operand_of(tensor) if tensor is not None and self._is_plain(tensor.__class__) else None
+        """None of what has no memory of its own: functorch's, sparse ones, those of another class."""
+        if tensor is None or not self._is_plain(tensor.__class__):
+            return None
+        try:
+            return operand_of(tensor)
+        except RuntimeError:
+            return None
 
 
 class Backward:
@@ -395,9 +405,8 @@ class Backward:
     def begin(self, grad_outputs: Sequence[Any]) -> None:
         try:
             self._grad = self._watch.operand(grad_outputs[0])
-            self._watch.begun(self)
-        except RuntimeError:
-            self._grad = None
+            if self._grad is not None:
+                self._watch.begun(self)
         except BaseException as error:
             self._watch.fault(error)
         self._start = clock()
