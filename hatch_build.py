@@ -1,4 +1,5 @@
-"""Compiles `recording/c/` to `_native`. Where that can't be done the wheel is pure Python, and works the same."""
+"""Compiles `recording/c/` to `_native`. Where that can't be done the wheel is pure Python, and works the same,
+but for what only C can follow (convolutions, functions of torch that wait)."""
 
 from __future__ import annotations
 

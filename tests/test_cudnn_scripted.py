@@ -15,7 +15,9 @@ from support.convolving import convolving, is_followed
 from support.loops import seed, sgd
 from test_cudnn_spans import told
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -172,6 +174,72 @@ def test_somebody_elses_mode_sees_what_it_sees_without_and_nothing_is_told_twice
                 assert seen(model) == without
             (step,) = told(recorded)
         assert [name for name in step if "backward" not in name] == ["conv2d*", "conv_transpose2d*", "conv1d*"]
+
+
+def test_somebody_elses_function_mode_or_tensor_sees_what_it_sees_without() -> None:
+    calls: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(repr(func))
+            return func(*args, **(kwargs or {}))
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(repr(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def seen() -> list[str]:
+        calls.clear()
+        x = torch.randn(2, 3, 8, 8)
+        with Mode():
+            model(x)
+        model(x.as_subclass(Own))
+        listed([x.as_subclass(Own)])
+        return calls.copy()
+
+    model, listed = scripted(), torch.jit.script(Listed())
+    without = seen()
+    with convolving():
+        with otel_dl.step():
+            assert seen() == without
+        assert is_followed()
+
+
+class Listed(nn.Module):
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        return xs[0]
+
+
+def of_functorch() -> None:
+    torch.vmap(scripted())(torch.randn(5, 2, 3, 8, 8))
+
+
+def sparse() -> None:
+    torch.jit.script(nn.Identity())(torch.eye(3).to_sparse())
+
+
+def nested() -> None:
+    torch.jit.script(nn.Identity())(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
+def fake() -> None:
+    with FakeTensorMode():
+        x = torch.ones(3)
+    torch.jit.script(nn.Identity())(x)
+
+
+@pytest.mark.parametrize("call", [of_functorch, sparse, nested, fake])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_of_other_kinds_are_no_fault(call: Callable[[], None]) -> None:
+    with convolving() as recorded:
+        with otel_dl.step():
+            call()
+        assert is_followed()
+        with otel_dl.step():
+            scripted()(torch.randn(2, 3, 8, 8))
+        assert [len(step) for step in told(recorded)][-1] == 3
 
 
 def test_aten_convolution_itself() -> None:

@@ -209,6 +209,10 @@ class TestWarmUp:
             lambda: F.conv2d(x, torch.randn(4, 3, 3, 3), groups=0),
             lambda: F.conv2d(x, torch.randn(4, 3, 3, 3).double()),
             lambda: F.conv_transpose2d(x, torch.randn(3, 3, 3, 3), output_padding=9),
+            lambda: torch.convolution(x, x, None, [1], [0], [1], torch.ones(2), [0], 1),  # type: ignore[arg-type]
+            lambda: torch.ops.aten.convolution_backward.default(),
+            lambda: torch.ops.aten.convolution_backward.default(*[x] * 10, True),
+            lambda: backward(x.to_sparse(), x, x),
         ]
 
         def raised(call: Callable[[], object]) -> tuple[type, str]:
@@ -220,6 +224,20 @@ class TestWarmUp:
         with convolving():
             assert [raised(call) for call in bad] == without
             assert is_followed(), "no fault took the patch out"
+
+    def test_the_backward_itself_under_functorch_is_not_seen(self) -> None:
+        grad, x, w = (torch.randn(2, *size) for size in ((2, 4, 6, 6), (2, 3, 8, 8), (4, 3, 3, 3)))
+        without = torch.vmap(backward)(grad, x, w)
+        with convolving() as recorded:
+            with otel_dl.step():
+                assert torch.equal(torch.vmap(backward)(grad, x, w), without)
+            assert is_followed()
+        assert convolutions(recorded) == []
+
+
+def backward(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    rest = [4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
+    return torch.ops.aten.convolution_backward.default(grad, x, w, *rest)[0]
 
 
 class TestFunctions:

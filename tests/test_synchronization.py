@@ -328,15 +328,21 @@ class TestUnseen:
             lambda: torch.repeat_interleave(),
             lambda: torch.repeat_interleave(torch.ones(2, device="meta"), repeats="often"),
             lambda: nn.functional.one_hot(torch.ones(2, device="meta")),
+            lambda: nn.functional.one_hot(torch.ones(2, device="meta").long(), num_classes=torch.ones(2)),
+            lambda: torch.linalg.inv_ex(torch.ones(2, 2, device="meta"), check_errors=torch.ones(2)),
+            lambda: torch.ones(2, device="meta").to("cpu", non_blocking=torch.ones(2)),
         ],
     )
-    def test_wrong_calls_of_functions_raise_what_they_raised(self, wrong: Callable[[], object]) -> None:
+    def test_wrong_calls_of_functions_raise_what_they_raised(
+        self, wrong: Callable[[], object], caplog: pytest.LogCaptureFixture
+    ) -> None:
         def raised() -> tuple[type[BaseException], str]:
             with pytest.raises(Exception) as caught, otel_dl.step():  # noqa: PT011
                 wrong()
             return type(caught.value), str(caught.value)
 
         within = raised()
+        assert not caplog.records, "nor are they a fault of ours"
         self.recorded.finish()
         with pytest.raises(within[0]) as without:
             wrong()
@@ -731,6 +737,23 @@ class TestSplit:
             splits.end(marks[-1], None)
             marks.append(splits.begin(self.on_cuda()))
         assert len({id(mark[0]) for mark in marks}) <= 2
+
+    def test_two_threads_do_not_read_the_same_events(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        splits, waits = split.Split(), [self.wait(52.0), self.wait(52.0)]
+        marks = [splits.begin(self.on_cuda()) for _ in waits]
+        for mark, wait in zip(marks, waits, strict=True):
+            splits.end(mark, wait)
+
+        def query(event: FakeEvent) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                other = threading.Thread(target=splits.begin, args=(self.on_cuda(),))
+                other.start()
+                other.join()
+            return event is marks[0][1]
+
+        monkeypatch.setattr(FakeEvent, "query", query)
+        splits.begin(self.on_cuda())
+        assert ["dl.sync.wait_ms" in wait.attributes() for wait in waits] == [True, False]
 
     def test_nothing_is_recorded_while_a_stream_is_captured(self) -> None:
         self.capturing = True

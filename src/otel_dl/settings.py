@@ -198,7 +198,8 @@ class Settings:
         True,
         "OTEL_DL_NATIVE",
         BOOLEAN,
-        "false: ordinary events are recorded in Python, not in C; convolutions are not followed",
+        "false: ordinary events are recorded in Python, not in C; convolutions, and waits in torch's functions, are not"
+        " seen",
     )
 
     @classmethod

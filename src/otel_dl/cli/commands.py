@@ -181,7 +181,7 @@ def status(directory: Path | None, every: bool) -> None:
     """Print what each process of a run does, or had in hand when it died, from the status pages in DIR.
 
     DIR is OTEL_DL_DIR of the job, the folder of `otel-dl run`; without it, of the runs that were given none those that
-    run and the one that ended last, the newest first. A process that ends by itself leaves no page: how it ended is
+    run and the latest that has ended, the newest first. A process that ends by itself leaves no page: how it ended is
     told by the traces in DIR. The exit status is 0 when there was something to tell and 1 when there was nothing.
     """
     found: list[tuple[Path, list[Page]]] = []
@@ -204,7 +204,7 @@ def status(directory: Path | None, every: bool) -> None:
         for line in _those_with_a_page_or_a_trace(folder, pages):
             click.echo(line)
     if len(shown) < len(found):
-        older = len({page.run for _, pages in found for page in pages} - {page.run for _, ps in shown for page in ps})
+        older = len(_runs(found) - _runs(shown))
         _say(
             f"otel-dl: {older:,} older run{plural(older)} that ended without taking {'its' if older == 1 else 'their'}"
             f" pages away {'is' if older == 1 else 'are'} not shown: otel-dl status --all"
@@ -222,16 +222,18 @@ def status(directory: Path | None, every: bool) -> None:
     sys.exit(0 if found else 1)
 
 
+def _runs(found: list[tuple[Path, list[Page]]]) -> set[str]:
+    return {page.run for _, pages in found for page in pages}
+
+
 def _running_and_newest(found: list[tuple[Path, list[Page]]]) -> list[tuple[Path, list[Page]]]:
     """Of folders, the newest first: those in which something runs, or may do so, and those of the newest run of the
     others; each rank has a folder of its own."""
     over = [all(page.alive() is False for page in pages) for _, pages in found]
-    ended_last = next((pages for (_, pages), ended in zip(found, over, strict=True) if ended), None)
-    newest = {page.run for page in ended_last or ()}
+    latest = next((pages for (_, pages), ended in zip(found, over, strict=True) if ended), None)
+    runs = {page.run for page in latest or ()}
     return [
-        each
-        for each, ended in zip(found, over, strict=True)
-        if not ended or newest.intersection(page.run for page in each[1])
+        each for each, ended in zip(found, over, strict=True) if not ended or runs.intersection(p.run for p in each[1])
     ]
 
 

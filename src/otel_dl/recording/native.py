@@ -29,10 +29,13 @@ if getattr(sys, "_is_gil_enabled", lambda: True)():
 hooks: Any = _native  # pyright: ignore[reportUnknownVariableType]
 """The module `_native`, or None."""
 
+Ended = Callable[[Any, BaseException | None], None]
+"""What `begin` of a `Follow` returns, to be called with (the result, None) or (None, what was raised)."""
+
 
 def hook(name: str, wanted: bool) -> Callable[..., Any] | None:
-    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put`, `Method` or `Follow` of `c/`, where there is C and
-    it is `wanted`."""
+    """`Phase`, `Forward`, `Next`, `Returned`, `Get`, `Put`, `Method` or `Follow` of `c/`, where there is C and it is
+    `wanted`."""
     return getattr(hooks, name) if hooks is not None and wanted else None
 
 

@@ -37,8 +37,10 @@ class Outside:
         """(number, end) of the step that ended last; None before the first one, which ends the start-up."""
         self._between = False
         """Whether what follows it is none of a step yet, as far as is known."""
-        self._evaluated: list[tuple[int, int]] = []
+        self._evaluated_ns = 0
+        """Since then."""
         self._started: list[tuple[int, int]] = []
+        """Since then, but for those within an evaluation."""
 
     # Time.
 
@@ -61,7 +63,10 @@ class Outside:
     def evaluated(self, evaluation: Evaluation, step_start: int | None) -> None:
         """A stretch of evaluation is over; `step_start` is that of the step that is open."""
         if self._between and (step_start is None or evaluation.start < step_start):
-            self._evaluated.append((evaluation.start, evaluation.end))
+            start, end = evaluation.start, evaluation.end
+            self.evaluations += 1
+            self._evaluated_ns += end - start
+            self._started = [each for each in self._started if not start <= each[0] < end]
 
     def workers_started(self, started: WorkersStarted) -> None:
         """While no step was open."""
@@ -71,19 +76,13 @@ class Outside:
     def _settle(self, until: int) -> None:
         assert self._last is not None, "a step has ended"
         number, since = self._last
-        evaluated = sum(end - start for start, end in self._evaluated)
-        started = sum(
-            end - start
-            for start, end in self._started
-            if not any(first <= start < last for first, last in self._evaluated)
-        )
-        self.evaluations += len(self._evaluated)
-        self.evaluations_ns += evaluated
-        self.workers_ns += started
-        rest = until - since - evaluated - started
+        started_ns = sum(end - start for start, end in self._started)
+        self.evaluations_ns += self._evaluated_ns
+        self.workers_ns += started_ns
+        rest = until - since - self._evaluated_ns - started_ns
         if rest > self.longest_ns:
             self.longest_ns, self.longest_after = rest, number
-        self._evaluated.clear()
+        self._evaluated_ns = 0
         self._started.clear()
 
     def ended(self, end: int, steps: SlowSteps, left_out: int) -> RunEnded | None:

@@ -89,10 +89,12 @@ class Collector:
                 rank.steps[number_of(span, "dl.step")] = span.start_ns, span.end_ns
             else:
                 rank.has_all_read = False
-        elif span.name == SpanName.EVAL and len(rank.evaluations) < MOST:
-            rank.evaluations.append((span.start_ns, span.end_ns))
-        elif span.name == SpanName.START_WORKERS and len(rank.starts) < MOST:
-            rank.starts.append((span.start_ns, span.end_ns))
+        elif span.name in (SpanName.EVAL, SpanName.START_WORKERS):
+            found = rank.evaluations if span.name == SpanName.EVAL else rank.starts
+            if len(found) < MOST:
+                found.append((span.start_ns, span.end_ns))
+            else:
+                rank.has_all_read = False
 
     def add_own(self, span: Span) -> None:
         """One of the user's."""

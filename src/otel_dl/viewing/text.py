@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from otel_dl.semconv import SpanName
 from otel_dl.viewing import (
@@ -19,9 +19,8 @@ from otel_dl.viewing.loading import SLOW_BATCH, Advice, Cause, Loading, More, Sl
 from otel_dl.viewing.reading import Reading
 from otel_dl.viewing.seen import Ranks
 from otel_dl.viewing.summary import PARTS, Distribution, Lost, Rank, Step, Summary, Times, distribution
-from otel_dl.viewing.words import duration, of_ranks, percent, plural, ranks
+from otel_dl.viewing.words import duration, labelled, of_ranks, percent, plural, ranks
 
-_LABEL_WIDTH = 15
 _FAILED_SHOWN = 10
 _RANKS_SHOWN = 16
 _LATE_SHOWN = 4
@@ -36,25 +35,17 @@ def render_summary(summary: Summary, jaeger_url: str = "", each_step: bool = Fal
 
     With `jaeger_url` trace ids are links to `<jaeger_url>/trace/<id>`.
     """
-    return "\n".join(_labelled(_summary_rows(summary, jaeger_url.rstrip("/"), each_step)))
+    return "\n".join(labelled(_summary_rows(summary, jaeger_url.rstrip("/"), each_step)))
 
 
 def render_heading(summary: Summary) -> str:
     """One line: what a run is told by where it is not told whole."""
-    return "\n".join(_labelled([("Run", f"{summary.run or 'not known'}: {_steps(summary)}")]))
+    return "\n".join(labelled([("Run", f"{summary.run or 'not known'}: {_steps(summary)}")]))
 
 
 def render_reading(reading: Reading) -> str:
     """What was read and what was passed over, with the place where each reason occurred first."""
-    return "\n".join(_labelled(_reading_rows(reading)))
-
-
-def _labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """`label  text`; a label that repeats is written once."""
-    former = ""
-    for label, text in rows:
-        yield f"{label if label != former else '':<{_LABEL_WIDTH}}{text}"
-        former = label
+    return "\n".join(labelled(_reading_rows(reading)))
 
 
 def _summary_rows(summary: Summary, jaeger_url: str, each_step: bool) -> Iterator[tuple[str, str]]:

@@ -1,16 +1,17 @@
-"""Numbers as words, the same wherever a person reads them."""
+"""Numbers as words, and lines with a label: the same wherever a person reads them."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from otel_dl.forensics.samples import ranges
 
 _UNITS: Final = (("µs", 1e3, 1000), ("ms", 1e6, 1000), ("s", 1e9, 100))
 """Each with its length in ns, and how many of it are told in it."""
+_LABEL_WIDTH: Final = 15
 _LEAST_NS: Final = 1_000
 """What is shorter is no more than reading the clock at both of its ends and writing it down takes."""
 
@@ -59,6 +60,14 @@ def scale(nanoseconds: float) -> Scale:
     unit, size = next(((unit, size) for unit, size, _ in _UNITS if nanoseconds < 999.5 * size), _UNITS[-1][:2])
     whole = max(0, math.floor(math.log10(nanoseconds / size))) if nanoseconds > 0 else 0
     return Scale(unit, size, min(max(0, 2 - whole), 1 if unit == "µs" else 2))
+
+
+def labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Lines of (label, text); a label that repeats is written once."""
+    former = ""
+    for label, text in rows:
+        yield f"{label if label != former else '':<{_LABEL_WIDTH}}{text}"
+        former = label
 
 
 def percent(share: float) -> str:

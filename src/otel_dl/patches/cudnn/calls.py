@@ -134,9 +134,10 @@ def of_general(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Operatio
     given: dict[str, Any] = dict(zip(_GENERAL, args, strict=False)) | dict(kwargs)
     try:
         dimensions = given["weight"].dim() - 2
-        if not 1 <= dimensions <= 3:
+        transposed = given["transposed"]
+        if not (1 <= dimensions <= 3 and isinstance(transposed, bool)):
             return None
-        if given["transposed"]:
+        if transposed:
             operation, names = TRANSPOSED[dimensions], _TRANSPOSED
         else:
             operation, names = PLAIN[dimensions], _PARAMETERS

@@ -37,7 +37,7 @@ def install(watch: Watch, patches: Patches) -> None:
     module: Any = torch.jit.ScriptModule
     modules: Any = torch.nn.Module
     c: Any = vars(torch)["_C"]
-    modes: Callable[[], int] = c._len_torch_dispatch_stack
+    modes: tuple[Callable[[], int], ...] = c._len_torch_dispatch_stack, c._len_torch_function_stack
     thread = _Thread()
     of_another: Callable[..., Any] | None = module.__dict__.get("__call__")
 
@@ -54,10 +54,13 @@ def install(watch: Watch, patches: Patches) -> None:
     mode = PassesByPython()
 
     def begin(self: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scripted | None:
-        """None where there is nothing to tell, or somebody else's mode shows it, or hides it."""
-        if modes() or not watch.may_begin_scripted():
+        """None where there is nothing to tell, or a mode or tensor of somebody else's shows it, or hides it."""
+        if any(mode() for mode in modes) or not watch.may_begin_scripted(tuple(_tensors([args, kwargs]))):
             return None
-        like = id(self), torch.is_grad_enabled(), watch.flags(), *_forms(args), *_forms(kwargs)
+        try:
+            like = id(self), torch.is_grad_enabled(), watch.flags(), *_forms(args), *_forms(kwargs)
+        except RuntimeError:
+            return None  # a tensor that is more than one piece of memory: functorch's, sparse, nested, fake
         if like in thread.known:
             return watch.begin_scripted() if watch.is_wanted() else None
         if len(thread.known) >= _MOST:
@@ -121,16 +124,16 @@ def _forms(values: Any) -> Iterator[Any]:
         yield values if isinstance(values, (bool, int, float, str)) else type(values)
 
 
-def _tensors(result: Any) -> Iterator[Any]:
+def _tensors(values: Any) -> Iterator[Any]:
     import torch
 
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, (list, tuple)):
-        for value in result:  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:  # pyright: ignore[reportUnknownVariableType]
             yield from _tensors(value)
-    elif isinstance(result, dict):
-        yield from _tensors(list(result.values()))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
 
 
 def _nodes(result: Any, first: int) -> list[Any]:

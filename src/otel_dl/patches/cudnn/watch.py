@@ -19,6 +19,7 @@ from otel_dl.patches.cudnn.keys import FORWARD, Call, Key, Operand, Plans
 from otel_dl.patches.cudnn.spans import Convolution, Steps
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.lane import is_failure
+from otel_dl.recording.native import Ended
 from otel_dl.recording.records import clock
 
 if TYPE_CHECKING:
@@ -30,13 +31,11 @@ _KNOWN: Final = 10_000
 _MODULES: Final = 4_096
 """Weights of which it is remembered what they were last used with."""
 _TENSORS: Final = ("input", "weight", "bias")
+_BACKWARD_ARGUMENTS: Final = 11
+"""Of `aten::convolution_backward`."""
 _NODE: Final = "ConvolutionBackward0"
 _DIRECTIONS: Final = (keys.BACKWARD_INPUT, keys.BACKWARD_WEIGHT)
 """In the order in which torch gives their gradients."""
-
-
-Ended = Callable[[Any, BaseException | None], None]
-"""(the result, None) or (None, what was raised)."""
 
 
 class Form:
@@ -162,13 +161,15 @@ class Watch:
         form = self._form(operation, args, kwargs)
         if form is None or form.call is None:
             return None
-        self._begun()
+        self._follow_always()
         known = thread.plans.find(form.keys[FORWARD])
         former = self._used(args[1] if len(args) > 1 else kwargs["weight"], form)
         thread.inside = True
         return partial(self._end, form, former, self.benchmark(), known, clock())
 
     def _begin_backward(self, args: tuple[Any, ...]) -> Ended | None:
+        if len(args) != _BACKWARD_ARGUMENTS or not isinstance(args[-1], (list, tuple)):
+            return None  # torch refuses it
         grad, x, w, _, *others, wanted = args
         if self._thread.inside or self._thread.backward is not None or self._is_overridden(args[:3], {}):
             return None
@@ -177,8 +178,8 @@ class Watch:
         operand = self.operand(grad)
         if form is None or form.call is None or operand is None:
             return None
-        self._begun()
-        directions = [each for each, is_wanted in zip(_DIRECTIONS, wanted, strict=False) if is_wanted]
+        self._follow_always()
+        directions = [each for each, is_wanted in zip(_DIRECTIONS, wanted, strict=False) if is_wanted is True]
         self._thread.inside = True
         return partial(self._end_backward, form, self._used(w, form), operand, directions, clock())
 
@@ -188,7 +189,8 @@ class Watch:
             return True
         return self._traced() is not None
 
-    def _begun(self) -> None:
+    def _follow_always(self) -> None:
+        """From now on also while benchmark is off."""
         if not self._on:
             self._on = True
             for followed in self.followed:
@@ -328,9 +330,9 @@ class Watch:
 
     # Scripted code.
 
-    def may_begin_scripted(self) -> bool:
+    def may_begin_scripted(self, tensors: tuple[Any, ...]) -> bool:
         thread = self._thread
-        return thread.scripted is None and not thread.inside and self._traced() is None
+        return thread.scripted is None and not thread.inside and not self._is_overridden(tensors, {})
 
     def is_wanted(self) -> bool:
         """Whether convolutions that find their plans are told in the step that is open."""
@@ -379,7 +381,13 @@ class Watch:
         self._patches.fault(error)
 
     def operand(self, tensor: Any) -> Operand | None:
-        return operand_of(tensor) if tensor is not None and self._is_plain(tensor.__class__) else None
+        """None of what has no memory of its own: functorch's, sparse ones, those of another class."""
+        if tensor is None or not self._is_plain(tensor.__class__):
+            return None
+        try:
+            return operand_of(tensor)
+        except RuntimeError:
+            return None
 
 
 class Backward:
@@ -397,9 +405,8 @@ class Backward:
     def begin(self, grad_outputs: Sequence[Any]) -> None:
         try:
             self._grad = self._watch.operand(grad_outputs[0])
-            self._watch.begun(self)
-        except RuntimeError:
-            self._grad = None
+            if self._grad is not None:
+                self._watch.begun(self)
         except BaseException as error:
             self._watch.fault(error)
         self._start = clock()

@@ -120,11 +120,12 @@ def _repeats_are_a_tensor(args: Args, kwargs: Keywords) -> bool:
 
 
 def _checks_errors(args: Args, kwargs: Keywords) -> bool:
-    return bool(kwargs.get("check_errors"))
+    return kwargs.get("check_errors") is True
 
 
 def _asks_for_the_largest(args: Args, kwargs: Keywords) -> bool:
-    return kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1
+    classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+    return isinstance(classes, int) and classes == -1  # comparing a tensor would wait itself
 
 
 CONDITIONS: Final[Mapping[str, Condition]] = {"repeat_interleave": _repeats_are_a_tensor}

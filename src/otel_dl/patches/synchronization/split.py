@@ -22,6 +22,7 @@ graph that is captured meanwhile), where they are complete. In steps that the he
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,12 +40,14 @@ class Split:
         self._free: dict[Any, list[tuple[Any, Any]]] = {}
         """By device: an event stays with the one it was first recorded on."""
         self._pending: deque[tuple[Any, Any, Any, Wait | None]] = deque()
+        self._reads = threading.Lock()
+        """Held by the thread that reads pairs and takes one; another one does not wait for it."""
         self._off = False
 
     def begin(self, device: Any) -> Any:
         """A mark before a call that waits for this `torch.device`'s current stream; None where it is not to be told: it
-        is not known, or not CUDA's, or a stream is being captured."""
-        if self._off or device is None or device.type != "cuda":
+        is not known, or not CUDA's, or a stream is being captured, or another thread is in here."""
+        if self._off or device is None or device.type != "cuda" or not self._reads.acquire(blocking=False):
             return None
         try:
             import torch
@@ -63,6 +66,8 @@ class Split:
         except Exception:
             self._off = True  # the device has failed, as the call that follows will say itself
             return None
+        finally:
+            self._reads.release()
 
     def end(self, mark: Any, wait: Wait | None) -> None:
         """The call is over; `wait` is told how much it copied, once that is known."""

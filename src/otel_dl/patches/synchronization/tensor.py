@@ -83,8 +83,10 @@ def _source(args: Args, kwargs: Keywords) -> Any:
 
 def _moved_queue(args: Args, kwargs: Keywords, default: Any = None) -> Any:
     """`default` is where it goes if no argument says so; None: nowhere."""
-    target = _named((*args[1:], *kwargs.values())) or default if _blocks(args, kwargs) else None
-    return crossed(device_of(args[0]), target if on_device(target) else None) if target is not None else None
+    target = _named((*args[1:], *kwargs.values())) or default
+    if target is None or not _blocks(args, kwargs):
+        return None
+    return crossed(device_of(args[0]), target if on_device(target) else None)
 
 
 def _to_cuda_queue(args: Args, kwargs: Keywords) -> Any:
@@ -111,7 +113,7 @@ def _named(arguments: Iterable[Any]) -> Any:
 
 def _blocks(args: Args, kwargs: Keywords) -> bool:
     """Without, a copy returns at once; where it did not (pageable memory), it waited all the same."""
-    return not (kwargs.get("non_blocking") or any(arg is True for arg in args[1:]))
+    return not (kwargs.get("non_blocking") is True or any(arg is True for arg in args[1:]))
 
 
 def _is_no_fill(args: Args, kwargs: Keywords) -> bool:

@@ -17,13 +17,12 @@ from otel_dl.recording.waits import SHORT, Wait
 if TYPE_CHECKING:
     from otel_dl.patches._patching import Patches
     from otel_dl.recording.lane import Lane
+    from otel_dl.recording.native import Ended
     from otel_dl.recording.run import Run
 
 Args = tuple[Any, ...]
 Keywords = Mapping[str, Any]
 Condition = Callable[[Args, Keywords], bool]
-Ended = Callable[[Any, BaseException | None], None]
-"""(the result, None) or (None, what was raised)."""
 
 
 class Does(Enum):
@@ -105,9 +104,7 @@ class Waiting:
 
         return waits
 
-    def follow(
-        self, call: Call
-    ) -> Callable[[Args, Keywords | None], Callable[[Any, BaseException | None], None] | None]:
+    def follow(self, call: Call) -> Callable[[Args, Keywords | None], Ended | None]:
         """What `Follow` (`recording/c/follow.c`) calls before a function is called, to record it."""
 
         def begin(args: Args, kwargs: Keywords | None) -> Ended | None:

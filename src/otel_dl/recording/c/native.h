@@ -19,8 +19,8 @@
  *   fetch.c       that is a fetch, which begins and ends
  *   worker.c      what it changes
  *
- * Three more hand a call on to Python: method.c a method of a tensor, wherever it stands (descriptor.c: written in C;
- * subscript.c: `x[index]`), follow.c a builtin. exceptions.c is for all; module.c is what Python imports.
+ * The others hand a call on to Python: method.c that of a tensor's method, wherever it stands (descriptor.c: written in
+ * C; subscript.c: `x[index]`), follow.c that of a builtin. exceptions.c is for all; module.c is what Python imports.
  */
 
 #ifndef OTEL_DL_NATIVE_H

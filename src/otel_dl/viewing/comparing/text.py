@@ -12,13 +12,12 @@ from otel_dl.viewing.comparing.device import DeviceRow
 from otel_dl.viewing.comparing.meanings import MEANINGS
 from otel_dl.viewing.comparing.pairing import Pairing
 from otel_dl.viewing.comparing.steps import Step
-from otel_dl.viewing.words import Scale, duration, percent, plural, scale
+from otel_dl.viewing.words import Scale, duration, labelled, percent, plural, scale
 
 _SHOWN: Final = 0.005
 """Causes of a smaller share of the step are summed up."""
 _GAPS_SHOWN: Final = 3
 _WARM_SHOWN: Final = 3
-_LABEL: Final = 15
 
 
 def render(comparison: Comparison, profile: str) -> str:
@@ -27,11 +26,7 @@ def render(comparison: Comparison, profile: str) -> str:
 
 
 def _lines(comparison: Comparison, name: str) -> Iterator[str]:
-    pairing = comparison.pairing
-    former = ""
-    for label, text in (*_basis(comparison, name), *_clocks(pairing)):
-        yield f"{label if label != former else '':<{_LABEL}}{text}"
-        former = label
+    yield from labelled((*_basis(comparison, name), *_clocks(comparison.pairing)))
     yield ""
     device = "device" if comparison.on_device else "profile"
     rows = (comparison.total, *comparison.rows)
@@ -50,10 +45,7 @@ def _lines(comparison: Comparison, name: str) -> Iterator[str]:
         yield ""
         yield from _device(comparison.device)
     yield ""
-    former = ""
-    for label, text in _notes(comparison):
-        yield f"{label if label != former else '':<{_LABEL}}{text}"
-        former = label
+    yield from labelled(_notes(comparison))
     known = [cause for cause in MEANINGS if cause in told]
     if known:
         yield ""
