@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,6 @@ CALLS = 1_000
 torch.set_num_threads(1)
 x = torch.randn(1, 1, 1, 1)
 weight = torch.nn.Parameter(torch.randn(1, 1, 1, 1))
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # deprecated since torch 2.10
-    module = torch.jit.script(torch.nn.Conv2d(1, 1, 1))
 
 
 class FunctionMode(TorchFunctionMode):
@@ -69,7 +65,6 @@ def patched(device: Device, benchmark: bool, head: Head) -> Iterator[None]:
         lane.step = run.open(clock(), batch=True, former=frozenset())
         try:
             call()  # so that its key is known
-            scripted()
             lane.step.records.clear()
             yield
         finally:
@@ -79,10 +74,6 @@ def patched(device: Device, benchmark: bool, head: Head) -> Iterator[None]:
 
 def call() -> None:
     F.conv2d(x, weight)
-
-
-def scripted() -> None:
-    module(x)
 
 
 def trained() -> None:
@@ -124,10 +115,5 @@ if __name__ == "__main__":
     print("\nforward and backward")
     added(
         interleaved({name: case(around, trained, 300) for name, around in forwards.items()}, ROUNDS),
-        "nothing",
-    )
-    print("\na module that was scripted, without gradients")
-    added(
-        interleaved({name: case(without_grad(around), scripted) for name, around in forwards.items()}, ROUNDS),
         "nothing",
     )

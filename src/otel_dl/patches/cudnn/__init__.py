@@ -1,10 +1,13 @@
 """cuDNN's autotuning: `torch.conv1d` … `torch.conv_transpose3d`, which `torch.nn.functional` and the modules call, and
-`aten::convolution` with its backward, which code calls that inductor compiled, and scripted code (`scripted.py`).
+`aten::convolution` with its backward, which code calls that inductor compiled.
 
 Nothing is put in their place: what is called when torch's own objects are called is changed, which takes C
 (`recording/c/follow.c`). To Python, `torch.jit`, `torch.fx` and `torch.compile` they are what they were.
-Not seen, for they don't pass by Python: convolutions in C++ (double backward), in functions that were scripted, and
-in a CUDA graph that is replayed, which tunes nothing.
+Not seen, for they don't pass by Python: convolutions in C++ (double backward), in code that was scripted or traced
+(`torch.jit`), and in a CUDA graph that is replayed, which tunes nothing. A dispatch mode around a scripted module would
+show them, and change what runs (2.4 to 2.15): a constant of a traced graph comes out of it as a number, which
+`aten::equal` and `aten::item` then refuse; what a signal handler raises, `sys.exit` or Ctrl-C, becomes the
+interpreter's RuntimeError, and so does a NotImplementedError.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from otel_dl.log import logger
-from otel_dl.patches.cudnn import scripted
 from otel_dl.patches.cudnn.calls import OPERATIONS, Device
 from otel_dl.patches.cudnn.watch import Watch
 from otel_dl.recording import native
@@ -52,4 +54,3 @@ def install(run: Run, patches: Patches, device: Device | None = None) -> None:
     for general in (torch.convolution, aten.convolution.default._op, aten._convolution.default._op):
         watch.followed.append(follow(general, device.benchmark, watch.begin_general))
     watch.followed.append(follow(aten.convolution_backward.default._op, device.benchmark, watch.begin_backward))
-    scripted.install(watch, patches)

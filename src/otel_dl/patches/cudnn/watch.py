@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from otel_dl.patches.cudnn import keys
 from otel_dl.patches.cudnn.calls import Device, Flags, Operation, arguments_of, of_general, operand_of, read
@@ -76,15 +76,6 @@ class Form:
         return Convolution(f"cudnn::{self.operation.name}{direction}", key, self.device, True, changed, shared)
 
 
-class Scripted(NamedTuple):
-    """A call of scripted code."""
-
-    first: int
-    """The number that autograd gives to the next node."""
-    ran: list[tuple[Form, Form | None]]
-    """Its convolutions: the form, and that in which the weight was used before."""
-
-
 class _Thread(threading.local):
     """What torch keeps for each thread, and what makes it quick to look up here."""
 
@@ -95,8 +86,6 @@ class _Thread(threading.local):
         """The one that has begun."""
         self.inside = False
         """A convolution runs: what is called for it is a part of it."""
-        self.scripted: Scripted | None = None
-        """The scripted code that runs."""
 
 
 class Watch:
@@ -113,14 +102,12 @@ class Watch:
         self._last: dict[int, Form] = {}
         """By id of the weight."""
         self.benchmark = device.benchmark
-        self.flags = device.flags
         self._parameter = torch.nn.Parameter
         self._dispatch: Any = getattr(torch.Tensor, "__torch_dispatch__", None)
         self._plain: dict[Any, bool] = {torch.Tensor: True, torch.nn.Parameter: True}
         c: Any = vars(torch)["_C"]
         self._overridden: Callable[[tuple[Any, ...]], bool] = torch.overrides.has_torch_function
         self._traced: Callable[[], object] = c._get_tracing_state
-        self._next_node: Callable[[], int] = c._autograd._get_sequence_nr
         self.followed: list[Any] = []
         """torch's functions, as `Follow` of `recording/c/follow.c`."""
         self._on = False
@@ -252,16 +239,12 @@ class Watch:
                 self._note(form.warm_up(FORWARD, key, former, False), start, end)
         if known and self._steps.wanted:
             self._steps.add(form.span(FORWARD, key, False), start, end)
-        if thread.scripted is not None:  # below autograd: the result has no node
-            thread.scripted.ran.append((form, former))
-        elif result.requires_grad:
-            self._follow_backward(form, former, _node(result.grad_fn))
-
-    def _follow_backward(self, form: Form, former: Form | None, node: Any) -> None:
-        if node is not None and (self._steps.wanted or not form.settled):
-            backward = Backward(self, form, former)
-            node.register_prehook(backward.begin)
-            node.register_hook(backward.end)
+        if (self._steps.wanted or not form.settled) and result.requires_grad:
+            node = _node(result.grad_fn)
+            if node is not None:
+                backward = Backward(self, form, former)
+                node.register_prehook(backward.begin)
+                node.register_hook(backward.end)
 
     def _failed(self, form: Form, former: Form | None, warm: bool, start: int, end: int, error: BaseException) -> None:
         """torch caches no plan that has not run."""
@@ -327,27 +310,6 @@ class Watch:
             if len(self._plain) < 64:
                 self._plain[kind] = plain
         return plain
-
-    # Scripted code.
-
-    def may_begin_scripted(self, tensors: tuple[Any, ...]) -> bool:
-        thread = self._thread
-        return thread.scripted is None and not thread.inside and not self._is_overridden(tensors, {})
-
-    def is_wanted(self) -> bool:
-        """Whether convolutions that find their plans are told in the step that is open."""
-        return self._steps.wanted
-
-    def begin_scripted(self) -> Scripted:
-        self._thread.scripted = begun = Scripted(self._next_node(), [])
-        return begun
-
-    def end_scripted(self, begun: Scripted, nodes: Sequence[Any]) -> None:
-        """`nodes`: those of convolutions that it made, in the order in which they were made."""
-        self._thread.scripted = None
-        if len(nodes) == len(begun.ran):  # else it is not known which is which
-            for (form, former), node in zip(begun.ran, nodes, strict=True):
-                self._follow_backward(form, former, node)
 
     # Backward.
 
