@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,6 +75,58 @@ class TestSpansOfTheUsers:
         assert is_in(write, around)
         assert is_in(sync, write)
         assert len(of_the_run(recorded, "checkpoint of all")) == len(of_the_run(recorded, "upload")) == 1
+        assert validate([from_sdk(span) for span in recorded.spans]) == []
+
+    def test_one_that_is_closed_after_the_one_around_it_leaves_nothing_behind(self) -> None:
+        def reading(name: str) -> Iterator[None]:
+            with otel_dl.span(name):
+                yield
+
+        with recording() as recorded:
+            training(1, checkpoint)
+            shards = [reading("first"), reading("second")]
+            for shard in shards:
+                next(shard)
+            for shard in shards:
+                next(shard, None)
+            with otel_dl.span("upload"):
+                pass
+        (first,), (second,) = map(recorded.named, ("first", "second"))
+        assert is_in(second, first)
+        assert len(of_the_run(recorded, "first")) == len(of_the_run(recorded, "upload")) == 1
+
+    def test_tasks_that_run_side_by_side_are_not_in_each_other(self) -> None:
+        async def upload(number: int) -> None:
+            with otel_dl.span(f"upload {number}"):
+                await asyncio.sleep(0)  # the others' turn
+                with otel_dl.span(f"part of {number}"):
+                    await asyncio.sleep(0)
+
+        async def uploads() -> None:
+            with otel_dl.span("uploads"):
+                await asyncio.gather(*map(upload, range(3)))
+
+        with recording() as recorded:
+            training(1, checkpoint)
+            asyncio.run(uploads())
+            checkpoint(None)
+        (around,) = recorded.named("uploads")
+        for number in range(3):
+            (span,), (part,) = recorded.named(f"upload {number}"), recorded.named(f"part of {number}")
+            assert is_in(span, around)
+            assert is_in(part, span)
+        assert len(of_the_run(recorded, "checkpoint")) == 2
+
+    def test_one_that_is_open_when_the_run_ends_ends_with_it(self) -> None:
+        with recording() as recorded:
+            training(1, checkpoint)
+            with otel_dl.span("the whole"):
+                with otel_dl.span("a part"):
+                    pass
+                recorded.finish()
+        (whole,), (part,) = recorded.named("the whole"), recorded.named("a part")
+        assert is_in(part, whole)
+        assert len(of_the_run(recorded, "the whole")) == 1
         assert validate([from_sdk(span) for span in recorded.spans]) == []
 
     def test_around_steps_and_the_spans_in_them_it_is_the_runs_and_those_are_the_steps(self) -> None:
@@ -275,6 +328,17 @@ class TestWhatTheTimeWentTo:
         with recording() as recorded:
             recorded.run.start()
         assert recorded.named("train.shutdown") == []
+
+    def test_the_run_after_another_one_starts_when_that_has_ended(self) -> None:
+        with recording() as former:
+            training(1, checkpoint)
+        with recording() as recorded:
+            training(1, checkpoint)
+        (shutdown,), (startup,) = former.named("train.shutdown"), recorded.named("train.startup")
+        assert shutdown.end_time is not None
+        assert startup.start_time is not None
+        assert startup.start_time >= shutdown.end_time
+        assert recorded.named("train.startup.import_torch") == []
 
     def test_by_the_real_clock_it_is_what_the_spans_say(self, in_c: bool) -> None:
         with recording(native=in_c) as recorded:

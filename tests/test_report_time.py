@@ -196,3 +196,15 @@ def test_of_a_real_run(tmp_path: Path, kept: str, killed: bool) -> None:
     assert (40 if killed else 60) * MS <= divided.own["checkpoint"] <= divided.outside_ns
     assert divided.longest is not None
     assert divided.longest.after in (19, 39, 48 if killed else 59)
+
+
+def test_of_a_span_in_which_the_run_is_ended_by_sigterm(tmp_path: Path) -> None:
+    script = SCRIPT.replace(
+        "time.sleep(0.02)", "time.sleep(0.02); number == 60 and os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    ran = children.run(script, {"OTEL_TRACES_EXPORTER": "otel_dl_file", "OTEL_DL_DIR": str(tmp_path), "KILL": "False"})
+    assert ran.code == -signal.SIGTERM, str(ran)
+    (summary,) = summarize(read_spans(Reading(tmp_path)), read_all(tmp_path))
+    assert summary.run_time is not None
+    assert summary.run_time.divided is not None
+    assert summary.run_time.divided.own["checkpoint"] >= 60 * MS

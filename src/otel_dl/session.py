@@ -7,7 +7,7 @@ connected and no thread exists: helper processes that merely import torch stay a
 from __future__ import annotations
 
 import os
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any, Final, Literal
 
 import wrapt
@@ -52,6 +52,8 @@ FOR_RANKS: Final = 0.8
 """Share of the time at the end of a process in which other ranks are told, and asked, at most."""
 
 _current: Session | None = None
+_last_ended_ns = 0
+"""Epoch ns: when the session before, if there was one in this process, had ended. What came before that was its."""
 
 
 def current() -> Session | None:
@@ -79,10 +81,11 @@ def begin(*, set_up_sdk: SetUp, **keywords: Any) -> None:
 
 def end() -> None:
     """Ends the session: exports what is kept and takes every patch back."""
-    global _current
+    global _current, _last_ended_ns
     session, _current = _current, None
     if session is not None:
         session.uninstall()
+        _last_ended_ns = time_ns()
 
 
 def _after_fork_in_child() -> None:
@@ -206,7 +209,11 @@ class Session:
 
     def _startup(self, spans: SpanBuilder) -> list[Any]:
         ended = self._error if self.run.first_step_end is None else None
-        return spans.startup(startup.process_start_ns(), startup.parts(), Failure.of(ended) if ended else None)
+        since, parts = startup.process_start_ns(), startup.parts()
+        if _last_ended_ns:
+            since = max(since, _last_ended_ns)
+            parts = {name: times for name, times in parts.items() if times[0] >= since}
+        return spans.startup(since, parts, Failure.of(ended) if ended else None)
 
     def flush(self, timeout: float) -> bool:
         """Exports what is kept so far within `timeout` seconds; whether everything left."""

@@ -17,9 +17,10 @@ from otel_dl.recording.details import Detail
 from otel_dl.recording.device import is_out_of_memory
 from otel_dl.recording.failure import Failure
 from otel_dl.recording.native import LaneState
-from otel_dl.recording.records import Evaluation, Kind, OwnSpan, Step, clock
+from otel_dl.recording.records import Evaluation, Kind, Step, clock
 
 if TYPE_CHECKING:
+    from otel_dl.recording.outside import Own
     from otel_dl.recording.run import Run
 
 # Plain integers: an IntFlag's own operators cost a microsecond each.
@@ -71,15 +72,15 @@ class Segment(Enum):
     TRAIN = 2
 
 
-OpenSpan = tuple[str, int, "int | None", int, int]
-"""One that the user names: name, start, the step that it lies in or None; of one in none its `OwnSpan.number`, 0 where
-there is no room for it, and that of the one around it. (A NamedTuple costs 100 ns more.)"""
+OpenSpan = tuple[str, int, "int | None", "Own | None"]
+"""One that the user names: name, start, the step that it lies in or None; None as well for one in no step for which
+there is no room. (A NamedTuple costs 100 ns more.)"""
 
 
 class Lane(LaneState):
     """One thread's recorder. What begins a phase returns its start, or 0 where it is not recorded, and has no end."""
 
-    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "around", "former", "run", "thread")
+    __slots__ = ("_capacity", "_evaluation", "_explicit", "_main", "former", "run", "thread")
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -88,8 +89,6 @@ class Lane(LaneState):
         self.former = _NO_OPTIMIZERS
         self._capacity = run.settings.step_records
         self._evaluation: Evaluation | None = None
-        self.around = 0
-        """The number of the span of the user's outside of steps that is open, the innermost; 0: none is."""
         self._explicit = False
         """Whether `otel_dl.step()` was used in this thread: from then on it alone bounds steps."""
         self.thread = threading.current_thread()
@@ -683,21 +682,18 @@ class Lane(LaneState):
             return None
         step = self.step
         if step is not None and not step.ended:
-            return name, clock(), step.number, 0, 0
-        number, around = run.own_spans.number(name), self.around
-        if number:
-            self.around = number
-        return name, clock(), None, number, around
+            return name, clock(), step.number, None
+        start = clock()
+        return name, start, None, run.own_spans.begin(name, start)
 
     def end_span(self, span: OpenSpan, error: BaseException | None) -> None:
         """It ends. One that saw its step end belongs to none, and is counted."""
         end, failure = clock(), Failure.of(error) if error is not None else None
-        name, start, step, number, around = span
+        name, start, step, own = span
         if step is None:
-            self.around = around
-            # In a forked child the run is another one by now.
-            if number and self.run.local.lane is self:
-                self.run.tell(OwnSpan(name, start, end, failure, number, around))
+            ended = self.run.own_spans.end(own, end, failure) if own is not None else None
+            if ended is not None:
+                self.run.tell(ended)
         elif self.step is not None and self.step.number == step:
             self._add((name, start, end, failure, None))
         else:

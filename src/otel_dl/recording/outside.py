@@ -7,11 +7,13 @@ evaluation, the start of workers, or something else, of which the longest stretc
 from __future__ import annotations
 
 from collections import Counter
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
-from otel_dl.recording.records import RunEnded
+from otel_dl.recording.records import OwnSpan, RunEnded
 
 if TYPE_CHECKING:
+    from otel_dl.recording.failure import Failure
     from otel_dl.recording.keep import SlowSteps
     from otel_dl.recording.records import Evaluation, WorkersStarted
 
@@ -97,19 +99,70 @@ class Outside:
         )  # fmt: skip
 
 
+class Own:
+    """A span that the user names outside of steps, while it is open."""
+
+    __slots__ = ("around", "name", "number", "spans", "start")
+
+    def __init__(self, spans: OwnSpans, name: str, number: int, start: int, around: Own | None) -> None:
+        self.spans = spans
+        self.name = name
+        self.number = number
+        self.start = start
+        self.around = around
+
+
+_innermost: ContextVar[Own | None] = ContextVar("otel_dl.span", default=None)
+"""In this thread or asyncio task. It may have ended: a generator, or a task, closes its own when it likes."""
+
+
 class OwnSpans:
-    """Numbers for the spans that the user names outside of steps, as far as there is room."""
+    """Spans that the user names outside of steps, of one run, as far as there is room."""
 
     def __init__(self) -> None:
         self._names: Counter[str] = Counter()
         self._count = 0
+        self._open: dict[int, Own] = {}
+        """By number, from 1 on."""
         self.left_out = 0
 
-    def number(self, name: str) -> int:
-        """From 1 on; 0 where there is no room for one more of this name."""
+    def begin(self, name: str, start: int) -> Own | None:
+        """None where there is no room for one more of this name."""
         if self._count >= OF_ALL or self._names[name] >= OF_A_NAME:
             self.left_out += 1
-            return 0
+            return None
         self._names[name] += 1
         self._count += 1
-        return self._count
+        around = _innermost.get()
+        while around is not None and not self._is_open(around):
+            around = around.around
+        self._open[self._count] = own = Own(self, name, self._count, start, around)
+        _innermost.set(own)
+        return own
+
+    def end(self, own: Own, end: int, error: Failure | None) -> OwnSpan | None:
+        """None where it is of another run, or the run has ended before it did."""
+        if not self._is_open(own):
+            return None
+        del self._open[own.number]
+        if _innermost.get() is own:
+            _innermost.set(own.around)
+        return self._as_ended(own, end, error)
+
+    def cut_off(self, end: int, error: Failure | None) -> list[OwnSpan]:
+        """The run ends: those that are open, without which what lies in them would lie in nothing."""
+        cut, self._open = self._open, {}
+        return [self._as_ended(own, end, error) for own in cut.values()]
+
+    def _is_open(self, own: Own) -> bool:
+        return own.spans is self and own.number in self._open
+
+    @staticmethod
+    def _as_ended(own: Own, end: int, error: Failure | None) -> OwnSpan:
+        around = own.around.number if own.around is not None else 0
+        return OwnSpan(own.name, own.start, end, error, own.number, around)
+
+
+def forget_innermost() -> None:
+    """Our code was left half done in this thread: what begins in it next lies in none of those that it has open."""
+    _innermost.set(None)

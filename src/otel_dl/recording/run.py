@@ -26,7 +26,7 @@ from otel_dl.recording.keep import Head, Keep, NeverHead
 from otel_dl.recording.lane import Lane
 from otel_dl.recording.native import FastPath
 from otel_dl.recording.observers import Observers
-from otel_dl.recording.outside import OF_A_NAME, OF_ALL, Outside, OwnSpans
+from otel_dl.recording.outside import OF_A_NAME, OF_ALL, Outside, OwnSpans, forget_innermost
 from otel_dl.recording.ranks import Ranks
 from otel_dl.recording.records import Evaluation, Event, Kind, Record, Step, WorkersStarted, clock
 from otel_dl.recording.status import Status
@@ -395,7 +395,8 @@ class Run:
     def recover(self) -> None:
         """Our code was left half done in this thread: no phase counts as open, and what kind of step this is, anew."""
         lane: Lane = self.local.lane
-        kinds, lane.kinds, lane.around = lane.kinds, 0, 0
+        kinds, lane.kinds = lane.kinds, 0
+        forget_innermost()
         if lane.bounds:
             now = clock()
             self.status.end(0, now)
@@ -422,6 +423,8 @@ class Run:
         elif terminated and (lane.kinds & ~Kind.NEXT or self.collectives.waits):
             cut_off = Failure("SIGTERM", CUT_OFF)
         lane.finish(error, cut_off)
+        for own in self.own_spans.cut_off(clock(), Failure("SIGTERM", CUT_OFF) if terminated else None):
+            self.tell(own)
         ended = self.outside.ended(clock(), self.slow, self.own_spans.left_out)
         if ended is not None:
             self.tell(ended)
