@@ -15,11 +15,13 @@ import torch
 from support.convolving import convolving, is_followed
 from support.loops import seed, sgd
 from test_cudnn_spans import told
+from test_synchronization import Alarm, alarm_at
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import otel_dl
+from otel_dl.patches.cudnn import watch
 from otel_dl.recording import native
 from otel_dl.recording.keep import NeverHead
 
@@ -155,6 +157,18 @@ def test_a_module_is_saved_traced_and_scripted_as_without() -> None:
         without = made()
     with convolving():
         assert made() == without
+
+
+@pytest.mark.parametrize("reading", [0, 1])
+def test_after_the_users_alarm_others_are_told(reading: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with convolving() as recorded:
+        with otel_dl.step(), monkeypatch.context() as patch:
+            patch.setattr(watch, "clock", alarm_at(reading, watch.clock))
+            with pytest.raises(Alarm):
+                torch.conv2d(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3))
+        with otel_dl.step():
+            torch.conv2d(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3))
+        assert len(told(recorded)[-1]) == 1
 
 
 def test_a_graph_break_more_or_less_there_is_none() -> None:

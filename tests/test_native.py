@@ -499,6 +499,31 @@ def test_what_a_signal_handler_raises_while_a_modules_attributes_are_looked_at_a
     assert done == 20
 
 
+class Unfinished(nn.Module):
+    """It has none of the attributes that `super().__init__()` makes."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "Python"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_module_without_the_attributes_that_are_looked_at_does_what_it_does_without(in_c: bool) -> None:
+    frozen: Any = torch.jit.freeze(torch.jit.script(nn.Linear(6, 6).eval()))
+    with pytest.raises(AttributeError) as without:
+        Unfinished()(1)
+    seed()
+    model = nn.Linear(6, 3)
+    optimizer = sgd(model)
+    with recording(native=in_c) as recorded:
+        for x, y in DataLoader(Points(40), batch_size=4):
+            with pytest.raises(AttributeError) as within:
+                Unfinished()(1)
+            assert str(within.value) == str(without.value)
+            update(model, optimizer, frozen(x), y)
+    assert len(recorded.named("train.step")) == 10
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

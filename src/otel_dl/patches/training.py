@@ -76,9 +76,10 @@ class Forward(Phase):
         self._is_grad_enabled = is_grad_enabled
 
     def begin(self, lane: Lane, subject: Any) -> tuple[int, int] | None:
-        if not (subject.training and self._is_grad_enabled()):
+        # A module that was frozen (`torch.jit.freeze`) has no `training`, one without `super().__init__()` has nothing.
+        if not (getattr(subject, "training", False) and self._is_grad_enabled()):
             kind = EVAL_FORWARD
-        elif subject._modules or subject._parameters:
+        elif getattr(subject, "_modules", None) or getattr(subject, "_parameters", None):
             kind = FORWARD
         else:
             kind = NEUTRAL_FORWARD

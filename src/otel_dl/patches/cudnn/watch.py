@@ -119,6 +119,7 @@ class Watch:
         try:
             return self._begin(operation, args, kwargs or {})
         except BaseException as error:
+            self._thread.inside = False
             self._patches.fault(error)
             return None
 
@@ -130,6 +131,7 @@ class Watch:
             general = of_general(args, kwargs or {})
             return self._begin(*general, {}) if general is not None else None
         except BaseException as error:
+            self._thread.inside = False
             self._patches.fault(error)
             return None
 
@@ -138,6 +140,7 @@ class Watch:
         try:
             return self._begin_backward(args) if not kwargs else None
         except BaseException as error:
+            self._thread.inside = False
             self._patches.fault(error)
             return None
 
@@ -205,14 +208,15 @@ class Watch:
         result: Any,
         error: BaseException | None,
     ) -> None:
-        end = clock()
-        self._thread.inside = False
         try:
+            end = clock()
+            self._thread.inside = False
             if error is None:
                 self._done(form, former, benchmark, known, start, end, result)
             else:
                 self._failed(form, former, benchmark and not known, start, end, error)
         except BaseException as fault:
+            self._thread.inside = False
             self._patches.fault(fault)
 
     def _used(self, weight: Any, form: Form) -> Form | None:
