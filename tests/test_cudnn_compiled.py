@@ -5,8 +5,10 @@ scripted or traced (`torch.jit`), of which nothing is told: they do what they do
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -263,15 +265,19 @@ def test_a_signal_handler_that_raises_while_scripted_code_runs_raises_that(raise
     def handler(number: int, frame: object) -> None:
         raise raised("by the handler")
 
-    model = torch.jit.script(Long())
-    former = signal.signal(signal.SIGALRM, handler)
+    model, x = torch.jit.script(Long()), torch.randn(2, 3, 8, 8)
+    former = signal.signal(signal.SIGUSR1, handler)
 
     def called() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        model(torch.randn(2, 3, 8, 8))
+        sender = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
+        sender.start()
+        try:
+            model(x)
+        finally:
+            sender.join()
 
     try:
         without, under = both(called)
     finally:
-        signal.signal(signal.SIGALRM, former)
+        signal.signal(signal.SIGUSR1, former)
     assert under == without == (raised, "by the handler")

@@ -19,7 +19,7 @@ from support.inprocess import recording
 from support.loops import FORMS, loader, network, train, update
 
 import otel_dl
-from otel_dl.patches import training
+from otel_dl.patches import _patching, training
 from otel_dl.patches._patching import Patches
 
 OURS = str(Path(otel_dl.__file__).parent)
@@ -163,7 +163,7 @@ def test_what_another_thread_is_importing_is_patched_when_it_is_whole(
 
     def somebody_waits() -> bool:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return bool(whole) or any(each.name == "import_module" for each in traceback.extract_stack(frame))
+        return bool(whole) or any(each.name == "imported" for each in traceback.extract_stack(frame))
 
     def halfway() -> None:
         begun.set()
@@ -179,6 +179,77 @@ def test_what_another_thread_is_importing_is_patched_when_it_is_whole(
     Patches("a test").when_imported("takes_long", lambda module: whole.append(hasattr(module, "whole")))
     thread.join()
     assert whole == [True]
+
+
+def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, halfway: Callable[[], None]) -> str:
+    """The name of a module that calls `halfway` while it is imported."""
+    name = f"takes_long_{halfway.__qualname__.split('.')[0]}"
+    (tmp_path / f"{name}.py").write_text("from test_uninstrument import halfway\nhalfway()\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "halfway", halfway, raising=False)
+    return name
+
+
+def test_an_import_that_needs_the_thread_that_would_wait_for_it_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, patched = threading.Event(), threading.Event(), threading.Event()
+
+    def halfway() -> None:
+        begun.set()
+        goes_on.wait()
+
+    name = importing(tmp_path, monkeypatch, halfway)
+    monkeypatch.setattr(_patching, "_IMPORT_S", 0.01, raising=False)
+    thread = threading.Thread(target=importlib.import_module, args=(name,))
+    thread.start()
+    begun.wait()
+    patches = Patches("a test")
+    patches.when_imported(name, lambda module: hasattr(module, "whole") and patched.set())
+    goes_on.set()
+    thread.join()
+    assert patched.wait(60)
+
+
+def test_what_this_thread_is_importing_is_patched_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches, patched = Patches("a test"), threading.Event()
+
+    def halfway() -> None:
+        patches.when_imported(name, lambda module: hasattr(module, "whole") and patched.set())
+
+    name = importing(tmp_path, monkeypatch, halfway)
+    importlib.import_module(name)
+    assert patched.wait(60)
+
+
+def test_an_import_that_fails_in_another_thread_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, calls, patches = threading.Event(), threading.Event(), [0], Patches("a test")
+
+    def halfway() -> None:
+        calls[0] += 1
+        begun.set()
+        goes_on.wait()
+        raise ValueError("the user's")
+
+    def fails() -> None:
+        with pytest.raises(ValueError, match="the user's"):
+            importlib.import_module(name)
+
+    name = importing(tmp_path, monkeypatch, halfway)
+    monkeypatch.setattr(_patching, "_IMPORT_S", 0.01, raising=False)
+    thread = threading.Thread(target=fails)
+    thread.start()
+    begun.wait()
+    patches.when_imported(name, lambda module: None)
+    (waiting,) = [each for each in threading.enumerate() if each.name == "otel-dl-import"]
+    goes_on.set()
+    thread.join()
+    waiting.join()
+    assert calls == [1]
 
 
 def test_aliases_that_were_taken_meanwhile_still_work() -> None:

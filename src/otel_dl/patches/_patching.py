@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import CellType
@@ -11,10 +13,26 @@ from typing import Any, Final
 
 import wrapt
 
+from otel_dl import threads
 from otel_dl.faults import is_ours
 from otel_dl.log import logger
 
 _MISSING: Final = object()
+
+
+_IMPORT_S: Final = 5.0
+"""How long another thread's import is waited for; what it imports is patched later than that, too."""
+_bootstrap: Any = vars(importlib)["_bootstrap"]
+
+
+def _is_importing(module: Any) -> bool:
+    """Whether some thread is."""
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def _imports_itself(module: str) -> bool:
+    """Whether this thread is importing the module of this name (importlib/_bootstrap.py, 3.10 to 3.14)."""
+    return _bootstrap._get_module_lock(module).owner == threading.get_ident()
 
 
 class Patches:
@@ -55,15 +73,29 @@ class Patches:
         """Calls `action` with the module of this name, now or when it is imported, until `restore`."""
         self._awaited[module] = action
         this = weakref.ref(self)  # what waits for an import that never comes would be kept for ever
+        registering = True
 
         def imported(found: Any) -> None:
-            if getattr(getattr(found, "__spec__", None), "_initializing", False):
-                importlib.import_module(module)  # another thread is importing it: this waits until it has
+            if registering and _is_importing(found):
+                # In a thread of its own: this one may be importing it, or have what that import waits for.
+                waiting = threads.start("otel-dl-import", whole, found)
+                if not _imports_itself(module):
+                    waiting.join(_IMPORT_S)
+                return
             patches = this()
             if patches is not None and module in patches._awaited:
                 patches._awaited.pop(module)(found)
 
+        def whole(found: Any) -> None:
+            try:
+                _bootstrap._lock_unlock_module(module)
+                if sys.modules.get(module) is found:  # else its import has failed
+                    imported(found)
+            except Exception:
+                logger.info("otel-dl: %s could not be patched once it was imported.", module, exc_info=True)
+
         wrapt.register_post_import_hook(imported, module)
+        registering = False
 
     def when_restored(self, undo: Callable[[bool], None]) -> None:
         """Calls `undo` at each `restore`, to take back what is no attribute; with True after a fault of ours, when it
