@@ -256,7 +256,7 @@ def test_what_was_traced_runs_as_without(batch_norm: bool) -> None:
 def test_a_scripted_module_raises_what_it_raises_without(kind: type[Network]) -> None:
     x = torch.randn(2, 3 if kind is Refused else 5, 8, 8)
     without, under = both(lambda: torch.jit.script(kind())(x))
-    assert without[0] is (NotImplementedError if kind is Refused else RuntimeError)
+    assert issubclass(without[0], RuntimeError)  # of Refused a NotImplementedError in torch 2.15
     assert under == without
 
 

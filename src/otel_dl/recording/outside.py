@@ -99,18 +99,9 @@ class Outside:
         )  # fmt: skip
 
 
-class Own:
-    """A span that the user names outside of steps, while it is open."""
-
-    __slots__ = ("around", "name", "number", "spans", "start")
-
-    def __init__(self, spans: OwnSpans, name: str, number: int, start: int, around: Own | None) -> None:
-        self.spans = spans
-        self.name = name
-        self.number = number
-        self.start = start
-        self.around = around
-
+Own = tuple["OwnSpans", str, int, int, "Own | None"]
+"""A span that the user names outside of steps, while it is open: whose it is, its name, number and start, and the one
+around it. (An object with a class of its own costs 300 ns more.)"""
 
 _innermost: ContextVar[Own | None] = ContextVar("otel_dl.span", default=None)
 """In this thread or asyncio task. It may have ended: a generator, or a task, closes its own when it likes."""
@@ -134,33 +125,26 @@ class OwnSpans:
         self._names[name] += 1
         self._count += 1
         around = _innermost.get()
-        while around is not None and not self._is_open(around):
-            around = around.around
-        self._open[self._count] = own = Own(self, name, self._count, start, around)
+        while around is not None and not (around[0] is self and around[2] in self._open):
+            around = around[4]
+        number = self._count
+        self._open[number] = own = self, name, number, start, around
         _innermost.set(own)
         return own
 
     def end(self, own: Own, end: int, error: Failure | None) -> OwnSpan | None:
         """None where it is of another run, or the run has ended before it did."""
-        if not self._is_open(own):
+        spans, name, number, start, around = own
+        if spans is not self or self._open.pop(number, None) is None:
             return None
-        del self._open[own.number]
         if _innermost.get() is own:
-            _innermost.set(own.around)
-        return self._as_ended(own, end, error)
+            _innermost.set(around)
+        return OwnSpan(name, start, end, error, number, around[2] if around is not None else 0)
 
     def cut_off(self, end: int, error: Failure | None) -> list[OwnSpan]:
         """The run ends: those that are open, without which what lies in them would lie in nothing."""
-        cut, self._open = self._open, {}
-        return [self._as_ended(own, end, error) for own in cut.values()]
-
-    def _is_open(self, own: Own) -> bool:
-        return own.spans is self and own.number in self._open
-
-    @staticmethod
-    def _as_ended(own: Own, end: int, error: Failure | None) -> OwnSpan:
-        around = own.around.number if own.around is not None else 0
-        return OwnSpan(own.name, own.start, end, error, own.number, around)
+        ended = (self.end(own, end, error) for own in list(self._open.values()))
+        return [own for own in ended if own is not None]
 
 
 def forget_innermost() -> None:
