@@ -290,8 +290,8 @@ def _cause(advice: Advice) -> str:
         )
     if advice.cause is Cause.HANDOVER:
         return (
-            f"{share} for batches that a worker had read already: not reading them takes that time, but handing them"
-            " over to the training process"
+            f"{share} for batches that a worker had read already: the time goes into handing them over to the training"
+            " process"
         )
     if advice.cause is Cause.SLOW_WORKER:
         return f"{share} for batches of a slow worker (see above): it holds up all others, {_IN_ORDER}"
