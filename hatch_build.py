@@ -43,8 +43,8 @@ def compile_extension(root: Path, name: str, folder: Path) -> None:
     extension = Extension(name, sources, define_macros=macros, extra_compile_args=["-O2"])
     packages = {"": str(root / "src")}
     command = build_ext(Distribution({"name": "otel-dl", "ext_modules": [extension], "package_dir": packages}))
-    command.inplace = True
+    command.inplace = command.force = True  # else what was built before a header changed would be taken again
     with tempfile.TemporaryDirectory() as objects:
-        command.build_temp = objects
+        command.build_temp = command.build_lib = objects
         command.ensure_finalized()
         command.run()
