@@ -128,7 +128,7 @@ def steps(spans: list[Span]) -> list[Span]:
     return sorted((span for span in spans if span.name == "train.step"), key=lambda span: span.attributes["dl.step"])
 
 
-QUICK = [(end, "fine") for end in ENDS] + [("return", "silent"), ("SIGTERM", "silent")]
+QUICK = [(end, "fine") for end in ("return", "exception", "SIGTERM")] + [("return", "silent"), ("SIGTERM", "silent")]
 REST = [(end, mode) for end in ENDS for mode in MODES if (end, mode) not in QUICK]
 
 

@@ -21,8 +21,6 @@ MISMATCH = frozenset({"mismatch"})
 QUICK = (
     Case("killed", reasons=DEAD),
     Case("sleeps", reasons=BUSY, limit=4),
-    Case("late"),
-    Case("never", reasons=SILENT),
 )
 ENDS = (
     Case("never", reasons=SILENT),
